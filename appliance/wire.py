@@ -1,0 +1,273 @@
+"""Messages between a keeper and its clients: one JSON object a packet, descriptors beside it, over SOCK_SEQPACKET.
+
+Every message is a frozen dataclass here; a field that is missing, unknown or of another type is refused, and so is
+a descriptor that the message does not announce. No reader allocates more than one packet.
+"""
+
+import dataclasses
+import json
+import socket
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from appliance.descriptors import Descriptor, close_all
+from appliance.errors import PeerError
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 10
+MAX_DESCRIPTORS = 253  # what Linux passes in one message (SCM_MAX_FD)
+
+_MESSAGES: dict[str, "type[Message]"] = {}
+
+
+@dataclass(frozen=True)
+class Message:
+    """Any packet; `op` names its kind on the wire."""
+
+    op: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        _MESSAGES[cls.op] = cls
+
+
+@dataclass(frozen=True)
+class Status(Message):
+    """Ask what the keeper holds and who has it mapped."""
+
+    op: ClassVar[str] = "status"
+
+
+@dataclass(frozen=True)
+class StatusReply(Message):
+    op: ClassVar[str] = "status_reply"
+    status: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Describe(Message):
+    """Ask for a shard's record and configs, waiting until it is resident."""
+
+    op: ClassVar[str] = "describe"
+    role: str
+    rank: int
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Described(Message):
+    """Carries two descriptors: record, configs."""
+
+    op: ClassVar[str] = "described"
+    shard_id: str
+
+
+@dataclass(frozen=True)
+class Attach(Message):
+    """Ask for a shard's slabs under a full fingerprint; `client` names the process in logs and status."""
+
+    op: ClassVar[str] = "attach"
+    role: str
+    rank: int
+    client: str
+    fingerprint: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Attached(Message):
+    """Carries the slabs, in the order of the record's sizes."""
+
+    op: ClassVar[str] = "attached"
+    shard_id: str
+
+
+@dataclass(frozen=True)
+class Renew(Message):
+    """Tell a keeper that came back that this connection is the lease of a shard mapped earlier."""
+
+    op: ClassVar[str] = "renew"
+    shard_id: str
+    client: str
+
+
+@dataclass(frozen=True)
+class Renewed(Message):
+    op: ClassVar[str] = "renewed"
+
+
+@dataclass(frozen=True)
+class Offer(Message):
+    """Ask to be the one that fills a slot. `replace` drops an unleased shard of another fingerprint first."""
+
+    op: ClassVar[str] = "offer"
+    role: str
+    rank: int
+    client: str
+    target: dict[str, str]
+    replace: bool
+
+
+@dataclass(frozen=True)
+class Granted(Message):
+    op: ClassVar[str] = "granted"
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """How far a load is, both from the one who loads and to those who wait. No reply."""
+
+    op: ClassVar[str] = "progress"
+    text: str
+
+
+@dataclass(frozen=True)
+class Donate(Message):
+    """Carries record, configs, then the slabs."""
+
+    op: ClassVar[str] = "donate"
+
+
+@dataclass(frozen=True)
+class Donated(Message):
+    op: ClassVar[str] = "donated"
+    shard_id: str
+
+
+@dataclass(frozen=True)
+class Report(Message):
+    """What an engine found and how long its phases took, in seconds. No reply."""
+
+    op: ClassVar[str] = "report"
+    verdict: str
+    reason: str
+    detail: str
+    phases_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evict(Message):
+    """Free every shard of this keeper; refused while one is leased, unless forced."""
+
+    op: ClassVar[str] = "evict"
+    force: bool
+
+
+@dataclass(frozen=True)
+class Evicted(Message):
+    op: ClassVar[str] = "evicted"
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """Why a request was not met: a code of verdict.Reason, one line for people, facts that differ, exit status."""
+
+    op: ClassVar[str] = "refused"
+    reason: str
+    detail: str
+    fields: list[list[str]] = field(default_factory=list)
+
+
+# How many descriptors each kind may carry; every other kind carries none.
+_DESCRIPTORS: dict[type[Message], tuple[int, int]] = {
+    Described: (2, 2),
+    Attached: (0, MAX_DESCRIPTORS),
+    Donate: (2, MAX_DESCRIPTORS),
+}
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A message and the descriptors it carried; the caller closes them."""
+
+    message: Message
+    descriptors: tuple[Descriptor, ...] = ()
+
+    def close(self) -> None:
+        close_all(self.descriptors)
+
+
+def send(channel: socket.socket, message: Message, descriptors: Iterable[Descriptor] = ()) -> None:
+    """Send one packet. The descriptors stay with the caller. OSError as the kernel gives it."""
+    fds = [descriptor.fileno() for descriptor in descriptors]
+    socket.send_fds(channel, [encode(message)], fds)
+
+
+def receive(channel: socket.socket) -> Packet | None:
+    """Return the next packet, None at the end; PeerError, with every descriptor closed, for anything not of the form.
+
+    BlockingIOError where the socket is non-blocking and empty.
+    """
+    data, fds, flags, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    descriptors = tuple(map(Descriptor, fds))
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > MAX_MESSAGE_BYTES:
+            raise PeerError(f"message larger than {MAX_MESSAGE_BYTES} bytes or {MAX_DESCRIPTORS} descriptors")
+        if not data and not descriptors:
+            return None
+        message = decode(data)
+        least, most = _DESCRIPTORS.get(type(message), (0, 0))
+        if not least <= len(descriptors) <= most:
+            raise PeerError(f"{message.op}: carries {len(descriptors)} descriptors, not {least} to {most}")
+    except PeerError:
+        close_all(descriptors)
+        raise
+    return Packet(message, descriptors)
+
+
+def encode(message: Message) -> bytes:
+    """Return the packet's bytes; PeerError where the message is larger than a packet may be."""
+    fields = {name.name: getattr(message, name.name) for name in dataclasses.fields(message)}
+    data = json.dumps({"v": VERSION, "op": message.op, **fields}, separators=(",", ":")).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise PeerError(f"{message.op}: message of {len(data)} bytes, more than {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """Return the message in a packet; PeerError for whatever is not exactly one of this version."""
+    try:
+        body = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise PeerError("message is not JSON") from error
+    if not isinstance(body, dict):
+        raise PeerError("message is not an object")
+    version, op = body.pop("v", None), body.pop("op", None)
+    if type(version) is not int or version != VERSION:
+        raise PeerError(f"message of version {str(version)[:20]}; this side speaks {VERSION}")
+    kind = _MESSAGES.get(op) if isinstance(op, str) and op else None
+    if kind is None:
+        raise PeerError(f"unknown message {str(op)[:40]!r}")
+    types = typing.get_type_hints(kind)
+    names = [item.name for item in dataclasses.fields(kind)]
+    if unknown := body.keys() - set(names):
+        raise PeerError(f"{op}: unknown field {min(unknown)[:40]!r}")
+    for name in names:
+        if name not in body:
+            raise PeerError(f"{op}: field {name!r} is missing")
+        if not _fits(body[name], types[name]):
+            raise PeerError(f"{op}: field {name!r} is not of type {types[name]}")
+        if types[name] is float:
+            body[name] = float(body[name])
+    return kind(**body)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < 1e15
+    if kind is int:
+        return type(value) is int and abs(value) < 1 << 62
+    return type(value) is kind
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
