@@ -1,0 +1,198 @@
+"""A blocking client of one keeper. The open connection is the lease: close it only when nothing is mapped any more."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from appliance import memfd, record, wire
+from appliance.descriptors import Descriptor, close_all
+from appliance.errors import ConfigError, PeerError, ResourceError
+from appliance.fingerprint import Difference, Fingerprint
+from appliance.record import ShardRecord
+from appliance.verdict import Reason, Verdict, refused
+
+REPLY_TIMEOUT_S = 30.0
+MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its NUL
+
+Reply = TypeVar("Reply", bound=wire.Message)
+
+
+class RefusedError(PeerError):
+    """The keeper said no; `verdict` says why. The caller decides whose fault that is."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(str(verdict))
+        self.verdict = verdict
+
+
+@dataclass(frozen=True)
+class Description:
+    """A resident shard's record, the raw record behind it, and its configs. The caller closes `configs`."""
+
+    record: ShardRecord
+    layout: bytes
+    configs: Descriptor
+
+
+class KeeperClient:
+    """One connection to a keeper's socket; a context manager."""
+
+    def __init__(self, channel: socket.socket, path: Path) -> None:
+        self._channel = channel
+        self._path = path
+
+    @classmethod
+    def connect(cls, path: Path, *, timeout_s: float = 0.0) -> "KeeperClient":
+        """Connect, waiting for the socket to appear; ResourceError where no keeper answers in time."""
+        if len(bytes(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"{path}: {len(bytes(path))} bytes, a Unix socket's path has at most {MAX_SOCKET_PATH_BYTES}",
+                hint="set a shorter directories.runtime",
+            )
+        deadline = time.monotonic() + timeout_s
+        while True:
+            channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            channel.settimeout(REPLY_TIMEOUT_S)
+            try:
+                channel.connect(str(path))
+                return cls(channel, path)
+            except OSError as error:
+                channel.close()
+                if isinstance(error, PermissionError):
+                    raise ConfigError(f"{path}: not permitted to connect", hint="join the appliance's group") from error
+                if time.monotonic() >= deadline:
+                    raise ResourceError(
+                        f"no keeper answers at {path}: {error.strerror or error}", hint="is weights@MODEL running?"
+                    ) from error
+            time.sleep(0.05)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the keeper says of itself."""
+        return self._ask(wire.Status(), wire.StatusReply).status
+
+    def describe(
+        self, *, role: str, rank: int, wait_s: float, on_progress: Callable[[str], None] = lambda text: None
+    ) -> Description:
+        """Return a shard's record, layout and configs once it is resident; RefusedError after `wait_s` seconds."""
+        asked = wire.Describe(role=role, rank=rank, wait_s=wait_s)
+        packet = self._exchange(asked, wire.Described, timeout_s=wait_s + REPLY_TIMEOUT_S, on_progress=on_progress)
+        held, configs = packet.descriptors
+        try:
+            with held:
+                data = memfd.read(held, what="shard record", limit_bytes=record.MAX_RECORD_BYTES)
+            return Description(record.decode_header(data), record.layout_bytes(data), configs)
+        except PeerError:
+            configs.close()
+            raise
+
+    def attach(self, *, role: str, rank: int, client: str, fingerprint: Fingerprint) -> tuple[Descriptor, ...]:
+        """Return the slabs of the shard with exactly this fingerprint; RefusedError with the facts that differ.
+
+        The caller closes them; the lease stays with this connection.
+        """
+        asked = wire.Attach(role=role, rank=rank, client=client, fingerprint=fingerprint.to_json())
+        return self._exchange(asked, wire.Attached).descriptors
+
+    def renew(self, *, shard_id: str, client: str) -> None:
+        """Make this connection the lease of a shard that was attached over an earlier one."""
+        self._ask(wire.Renew(shard_id=shard_id, client=client), wire.Renewed)
+
+    def offer(self, *, role: str, rank: int, client: str, target: Fingerprint, replace: bool = False) -> None:
+        """Ask to fill a slot; RefusedError while somebody else does, or it is filled."""
+        asked = wire.Offer(role=role, rank=rank, client=client, target=target.to_json(), replace=replace)
+        self._ask(asked, wire.Granted)
+
+    def progress(self, text: str) -> None:
+        """Tell how far the load is; a keeper that went away is noticed by the donation."""
+        with contextlib.suppress(OSError):
+            wire.send(self._channel, wire.Progress(text=text[:200]))
+
+    def donate(self, held: Descriptor, configs: Descriptor, slabs: Sequence[Descriptor]) -> None:
+        """Hand a shard over; returns once the service manager holds it too. The descriptors stay the caller's."""
+        self._exchange(wire.Donate(), wire.Donated, descriptors=[held, configs, *slabs])
+
+    def report(self, verdict: Verdict, phases_s: dict[str, float]) -> None:
+        """Tell the keeper how an attach ended in this process, for its status and metrics."""
+        reason = "" if verdict.reason is None else str(verdict.reason)
+        message = wire.Report(
+            verdict=str(verdict.outcome), reason=reason, detail=verdict.detail[:2000], phases_s=phases_s
+        )
+        with self._connection_errors():
+            wire.send(self._channel, message)
+
+    def evict(self, *, force: bool) -> int:
+        """Have every shard freed and return the bytes; RefusedError while one is leased, unless forced."""
+        return self._ask(wire.Evict(force=force), wire.Evicted).size_bytes
+
+    def wait_for_hangup(self) -> None:
+        """Block until the keeper goes away or closes the lease."""
+        self._channel.settimeout(None)
+        with contextlib.suppress(OSError, PeerError):
+            while (packet := wire.receive(self._channel)) is not None:
+                packet.close()
+
+    def close(self) -> None:
+        # Wakes a thread in wait_for_hangup, which a plain close would leave asleep.
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._channel.close()
+
+    def __enter__(self) -> "KeeperClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, asked: wire.Message, expected: type[Reply]) -> Reply:
+        return cast(Reply, self._exchange(asked, expected).message)
+
+    def _exchange(
+        self,
+        asked: wire.Message,
+        expected: type[wire.Message],
+        *,
+        descriptors: Sequence[Descriptor] = (),
+        timeout_s: float = REPLY_TIMEOUT_S,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> wire.Packet:
+        deadline = time.monotonic() + timeout_s
+        with self._connection_errors():
+            wire.send(self._channel, asked, descriptors)
+            while True:
+                self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
+                packet = wire.receive(self._channel)
+                if packet is None:
+                    raise PeerError(f"the keeper at {self._path} closed the connection")
+                if isinstance(packet.message, wire.Progress):
+                    on_progress(packet.message.text)
+                    continue
+                if isinstance(packet.message, expected):
+                    return packet
+                close_all(packet.descriptors)
+                if isinstance(packet.message, wire.Refused):
+                    raise RefusedError(_verdict(packet.message))
+                raise PeerError(f"the keeper answered {asked.op!r} with {packet.message.op!r}")
+
+    @contextlib.contextmanager
+    def _connection_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise PeerError(f"the keeper at {self._path} does not answer") from error
+        except OSError as error:
+            raise PeerError(f"lost the keeper at {self._path}: {error.strerror or error}") from error
+
+
+def _verdict(message: wire.Refused) -> Verdict:
+    try:
+        fields = tuple(Difference(*field) for field in message.fields)
+        return refused(Reason(message.reason), message.detail, fields=fields)
+    except (TypeError, ValueError) as error:
+        raise PeerError(f"the keeper refused with an unknown reason {message.reason[:40]!r}") from error
