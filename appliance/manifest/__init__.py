@@ -1,0 +1,1 @@
+"""The manifest: `appliance.yaml`, the one file an operator edits."""
