@@ -1,0 +1,1 @@
+"""Slabs: large allocations behind one file descriptor each, in host memory or in a GPU's."""

@@ -1,0 +1,1 @@
+"""A module's tensors: finding, packing, attaching and comparing them. Needs torch."""
