@@ -59,17 +59,18 @@ class Custody:
             except PeerError as error:
                 event(f"dropping stored shard {shard_id}: {error}", priority=WARNING)
                 strays += [Named(f"w1.{shard_id}.{part}", descriptor) for part, descriptor in parts.items()]
-        kept = {name for shard in shards for name in names(shard)} | {SETTINGS}
+        kept = {name: part for shard in shards for name, part in _named(shard).items()}
         for stray in strays:
-            # A stray can bear the name of something kept, and removal is by name: then only our duplicate goes.
-            if stray.name not in kept:
-                self._notifier.remove(stray.name)
+            self._notifier.remove(stray.name)
             stray.descriptor.close()
+            # Removal is by name, and a stray can bear the name of something kept.
+            if stray.name in kept:
+                self._notifier.store(stray.name, kept[stray.name].fileno())
         return Adopted(tuple(shards), settings)
 
     def store(self, shard: Shard) -> None:
         """Return once the service manager holds every descriptor; ResourceError where its store is too small."""
-        descriptors = dict(zip(names(shard), (*shard.slabs, shard.configs, shard.held), strict=True))
+        descriptors = _named(shard)
         limit = self._notifier.store_limit
         if limit and self._stored + len(descriptors) > limit:
             raise ResourceError(
@@ -84,7 +85,7 @@ class Custody:
 
     def drop(self, shard: Shard) -> None:
         """Close a shard here and in the store: its memory is free once nobody has it mapped."""
-        for name in reversed(names(shard)):
+        for name in reversed(_named(shard)):
             self._notifier.remove(name)
             self._stored -= 1
         shard.close()
@@ -96,10 +97,11 @@ class Custody:
             self._notifier.store(SETTINGS, descriptor.fileno())
 
 
-def names(shard: Shard) -> list[str]:
-    """Return the store's names for slabs, configs and record, in the order they are stored."""
+def _named(shard: Shard) -> dict[str, Descriptor]:
+    """Map the store's names to slabs, configs and record, in the order they are stored."""
     prefix = f"w1.{shard.record.shard_id}"
-    return [*(f"{prefix}.slab.{index}" for index in range(len(shard.slabs))), f"{prefix}.configs", f"{prefix}.record"]
+    slabs = {f"{prefix}.slab.{index}": slab for index, slab in enumerate(shard.slabs)}
+    return {**slabs, f"{prefix}.configs": shard.configs, f"{prefix}.record": shard.held}
 
 
 def _assemble(shard_id: str, parts: dict[str, Descriptor]) -> Shard:
