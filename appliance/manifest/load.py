@@ -1,18 +1,59 @@
-"""From a path to a Manifest."""
+"""From the path of a manifest to a Manifest, or to every error that is in it."""
 
+import logging
+import os
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-from pydantic import ValidationError
-
 from appliance.errors import ConfigError
+from appliance.manifest.document import MAX_BYTES, Document, parse_document
+from appliance.manifest.problem import ManifestError, Problem, SettingPath
 from appliance.manifest.schema import Manifest
+from appliance.manifest.validation import validated
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ManifestFile:
+    """A manifest that holds, with what is odd about it and where everything stands."""
+
+    path: Path
+    manifest: Manifest
+    warnings: tuple[Problem, ...]
+    document: Document
+
+    def error(self, setting: SettingPath, message: str, *, hint: str | None = None) -> ManifestError:
+        """Return the error for what only the host can tell, such as a GPU that is not there; the caller raises it."""
+        return ManifestError([Problem(self.document.value_place(setting), setting, message, hint)])
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Return what the file says; ConfigError otherwise."""
+    """Return the manifest and log its warnings. ConfigError with every error in it, each with its place."""
+    file = read_manifest(path)
+    for warning in file.warnings:
+        log.warning("%s", warning)
+    return file.manifest
+
+
+def read_manifest(path: Path) -> ManifestFile:
+    """Return the manifest with its warnings and places. ConfigError with every error in it, each with its place."""
+    document = parse_document(_source(path), file=str(path))
+    manifest, warnings = validated(document, folder=path.absolute().parent)
+    return ManifestFile(path, manifest, warnings, document)
+
+
+def _source(path: Path) -> bytes:
     try:
-        data = yaml.safe_load(path.read_text())
-        return Manifest.model_validate(data, context={"folder": path.absolute().parent}, by_alias=True, by_name=False)
-    except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        # A FIFO would keep us waiting for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return file.read(MAX_BYTES + 1)
+        reason = "not a regular file"
+    except FileNotFoundError:
+        reason = "no such file"
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    raise ConfigError(f"cannot read the manifest {path}: {reason}")

@@ -77,9 +77,12 @@ def _seconds(value: object) -> float:
 
 def _host(value: str) -> str:
     try:
-        return str(ipaddress.ip_address(value))
+        address = ipaddress.ip_address(value)
     except ValueError:
         pass
+    else:
+        # ::ffff:127.0.0.1 is 127.0.0.1 by another name.
+        return str(getattr(address, "ipv4_mapped", None) or address)
     # 10.0.0.300 would pass for a name.
     if _HOST_NAME.fullmatch(value) and not value.rpartition(".")[2].isdigit():
         return value.lower()

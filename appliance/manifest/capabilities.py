@@ -1,0 +1,128 @@
+"""What each engine kind can do today: the one table to edit when a backend learns something.
+
+A manifest that asks for more is refused before anything starts, with the kind that can do it, if there is one.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from appliance.manifest.finding import Finding
+from appliance.manifest.problem import SettingPath
+from appliance.manifest.schema import Model, Parallel
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One engine kind: the axes of `parallel` that may be more than 1, and the optional settings that it takes."""
+
+    name: str
+    axes: frozenset[str] = frozenset()
+    settings: frozenset[str] = frozenset()
+    # Arguments that would contradict a setting of the manifest, with that setting.
+    own_args: Mapping[str, str] | None = None
+    # Why no engine of this kind can be started yet; a warning, so that hosts can be prepared for it.
+    not_yet: str | None = None
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "builtin": Backend("the built-in engine"),
+    "vllm": Backend(
+        "vLLM",
+        axes=frozenset({"tensor", "pipeline", "data", "expert"}),
+        settings=frozenset({"gpus", "quantization", "draft", "engine.args"}),
+        own_args={
+            "--data-parallel-size": "parallel.data",
+            "--dtype": "dtype",
+            "--enable-expert-parallel": "parallel.expert",
+            "--host": "engine.host",
+            "--load-format": "engine.kind",
+            "--model": "checkpoint",
+            "--model-loader-extra-config": "engine.kind",
+            "--pipeline-parallel-size": "parallel.pipeline",
+            "--port": "engine.port",
+            "--quantization": "quantization",
+            "--revision": "revision",
+            "--speculative-config": "draft",
+            "--tensor-parallel-size": "parallel.tensor",
+            "-dp": "parallel.data",
+            "-ep": "parallel.expert",
+            "-pp": "parallel.pipeline",
+            "-q": "quantization",
+            "-tp": "parallel.tensor",
+        },
+        not_yet="this version of the appliance has no vLLM engine to start yet",
+    ),
+}
+
+# Why a runtime cannot be used yet; None if it can.
+RUNTIMES: Mapping[str, str | None] = {
+    "native": None,
+    "podman": "engines in Podman containers are not supported yet",
+}
+
+
+def capability_findings(path: SettingPath, model: Model) -> Iterator[Finding]:
+    """Yield what this model asks of its engine kind or runtime that they cannot do. `path` is the model's."""
+    backend = BACKENDS[model.engine.kind]
+    kind = (*path, "engine", "kind")
+    if backend.not_yet:
+        yield Finding(kind, backend.not_yet, is_error=False)
+    reason = RUNTIMES[model.engine.runtime]
+    if reason:
+        able = [name for name, missing in RUNTIMES.items() if missing is None]
+        yield Finding((*path, "engine", "runtime"), reason, hint=f"runtime: {' or '.join(able)} can be used")
+    for axis in Parallel.model_fields:
+        size = getattr(model.parallel, axis)
+        if size > 1 and axis not in backend.axes:
+            others = [name for name, other in BACKENDS.items() if axis in other.axes]
+            what = f"{size}: {backend.name} cannot run {axis} parallel"
+            yield Finding((*path, "parallel", axis), what, hint=_able(others), reads=(kind,))
+    for setting, value in _optional(model).items():
+        if value and setting not in backend.settings:
+            others = [name for name, other in BACKENDS.items() if setting in other.settings]
+            what = f"{backend.name} {_CANNOT[setting]}"
+            yield Finding((*path, *setting.split(".")), what, hint=_able(others), reads=(kind,))
+    yield from _own_args(path, model, backend)
+    yield from _experts(path, model)
+
+
+_CANNOT = {
+    "gpus": "computes on the CPU alone and takes no GPU",
+    "quantization": "takes no quantization method but what the checkpoint says",
+    "draft": "does not speculate with a draft model",
+    "engine.args": "takes no further arguments",
+}
+
+
+def _optional(model: Model) -> dict[str, object]:
+    return {
+        "gpus": model.gpus,
+        "quantization": model.quantization,
+        "draft": model.draft,
+        "engine.args": model.engine.args,
+    }
+
+
+def _able(kinds: list[str]) -> str | None:
+    return f"engine.kind: {' or '.join(kinds)} can" if kinds else None
+
+
+def _own_args(path: SettingPath, model: Model, backend: Backend) -> Iterator[Finding]:
+    for index, argument in enumerate(model.engine.args):
+        # Engines take --tensor_parallel_size as well.
+        option = argument.partition("=")[0].replace("_", "-")
+        setting = (backend.own_args or {}).get(option)
+        if setting is not None:
+            what = f"{option} is set by the manifest's {setting}"
+            yield Finding(
+                (*path, "engine", "args", index), what, hint=f"use {setting}", reads=((*path, "engine", "kind"),)
+            )
+
+
+def _experts(path: SettingPath, model: Model) -> Iterator[Finding]:
+    parallel = model.parallel
+    ranks = parallel.tensor * parallel.data
+    if model.engine.kind == "vllm" and parallel.expert not in (1, ranks):
+        what = f"{parallel.expert}: vLLM divides experts over all tensor x data ranks, here {ranks}, or not at all (1)"
+        reads = ((*path, "engine", "kind"), (*path, "parallel"))
+        yield Finding((*path, "parallel", "expert"), what, reads=reads)
