@@ -17,7 +17,7 @@ from appliance.manifest.schema import Engine, Manifest, Model
 MAX_SOCKET_PATH_BYTES = 107
 
 _LOOPBACK_NAME = "localhost"
-_SET_BY_UNITS = ("APPLIANCE_", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_")
+_SET_BY_UNITS = ("APPLIANCE_", "FDSTORE", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_")
 
 
 def findings(manifest: Manifest, *, wrong: Collection[SettingPath] = ()) -> Iterator[Finding]:
