@@ -17,6 +17,10 @@ class Slab(Protocol):
     """One allocation while its bytes are written. Owns its memory: seal it or close it."""
 
     @property
+    def device(self) -> str:
+        """Return the backend's device."""
+
+    @property
     def size_bytes(self) -> int: ...
 
     def window(self, offset_bytes: int, size_bytes: int) -> object:
@@ -44,6 +48,10 @@ class Slab(Protocol):
 
 class Mapping(Protocol):
     """One slab mapped read-only in this process. Owns its mapping, not the descriptor it was made from."""
+
+    @property
+    def device(self) -> str:
+        """Return the backend's device."""
 
     @property
     def size_bytes(self) -> int: ...

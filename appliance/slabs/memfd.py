@@ -49,6 +49,8 @@ class MemfdBackend:
 class MemfdSlab:
     """A memfd mapped for writing, until it is sealed."""
 
+    device = "cpu"
+
     def __init__(self, name: str, size_bytes: int) -> None:
         if size_bytes <= 0 or size_bytes % mmap.PAGESIZE:
             raise ValueError(f"slab size {size_bytes} is not a positive multiple of {mmap.PAGESIZE}")
@@ -104,6 +106,8 @@ class MemfdSlab:
 
 class MemfdMapping:
     """A sealed memfd mapped read-only: a write through it ends the process with SIGSEGV."""
+
+    device = "cpu"
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes

@@ -1,0 +1,73 @@
+"""Tensors where nobody can put another: in closures, partials, bound methods, sets and what only these hold."""
+
+import gc
+import types
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from appliance.tensors.slot import ByClass, attributes
+
+HIDDEN = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject, torch.jit.ScriptModule)
+
+# These hold the machinery of a process, tensors included, and nothing of a model.
+_MACHINERY = (
+    "torch._", "torch.cuda.", "torch.distributed.", "torch.fx.", "torch.utils.hooks.", "triton.", "logging.", "enum.",
+    "threading.", "_thread.", "asyncio.", "concurrent.", "multiprocessing.", "inspect.", "typing.", "ctypes.",
+    "_ctypes.", "weakref.", "re.", "pathlib.", "_io.",
+)  # fmt: skip
+_PARTS_OF_PYTHON = (type, types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, BaseException)
+
+
+def is_machinery(kind: type) -> bool:
+    """Tell whether the instances of a class are part of the process and not of a model."""
+    if issubclass(kind, HIDDEN) or issubclass(kind, torch.nn.Module | partial):
+        return False
+    if issubclass(kind, _PARTS_OF_PYTHON) or kind.__module__ == "torch":
+        return True
+    return any(f"{base.__module__}.".startswith(_MACHINERY) for base in kind.__mro__)
+
+
+def hides_tensor(root: object, known: dict[int, object], opaque: tuple[type, ...]) -> bool:
+    """Tell whether a tensor, or what holds one out of Python's sight, hangs below an object.
+
+    Not looked into are the `known` objects, by id, whose tensors can be bound, and instances of the `opaque` types.
+    """
+    seen: dict[int, object] = {}  # keeps alive what the ids stand for
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, HIDDEN):
+            return True
+        if id(value) in known or id(value) in seen or isinstance(value, opaque) or _IS_MACHINERY[type(value)]:
+            continue
+        seen[id(value)] = value
+        stack.extend(_parts(value))
+    return False
+
+
+_IS_MACHINERY = ByClass(is_machinery)
+
+
+def _parts(value: Any) -> Iterable[object]:
+    if isinstance(value, types.FunctionType):
+        # Not __globals__: they lead everywhere.
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (*(value.__closure__ or ()), *defaults, *vars(value).values())
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, types.BuiltinMethodType):
+        return (value.__self__,)
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values(), *vars(value).values())
+    parts = [*attributes(value).values()]
+    if isinstance(value, dict):
+        parts += [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        parts += value
+    elif not parts:  # a cell, an iterator, an object made in C
+        parts += gc.get_referents(value)
+    return parts
