@@ -1,0 +1,72 @@
+"""`appliance`: the one command of the operator. The only place that turns a failure into an exit status."""
+
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from appliance import __version__
+from appliance.cli import checkpoint, demo, manifest, status, up, weights
+from appliance.errors import ApplianceError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="appliance",
+    help="Keep LLM weights resident across engine restarts, and prove they are the weights asked for.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"appliance {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print it")] = False,
+) -> None:
+    """Hold what every command shares."""
+
+
+app.command("check")(manifest.check)
+app.command("schema")(manifest.schema)
+app.command("keygen")(checkpoint.keygen)
+app.command("sign")(checkpoint.sign)
+app.command("verify")(checkpoint.verify)
+app.command("digest")(checkpoint.digest)
+app.command("pin")(checkpoint.pin)
+app.command("up")(up.up)
+app.command("status")(status.status)
+app.command("evict")(weights.evict)
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Run the command line and end the process."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit status; a bug keeps its traceback and gives 1."""
+    try:
+        # Without standalone mode click returns what a command's typer.Exit carried.
+        result = app(arguments, standalone_mode=False)
+    except ApplianceError as error:
+        print(f"appliance: {error}", file=sys.stderr)
+        return error.exit_status
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # `appliance status | head`
+        sys.stderr.close()
+        return 0
+    return result if isinstance(result, int) else 0

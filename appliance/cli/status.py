@@ -1,0 +1,92 @@
+"""`appliance status`: what every keeper of the manifest holds, for whom, and how it got there."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from appliance.cli.options import MANIFEST, JsonOption, ManifestOption
+from appliance.client import KeeperClient
+from appliance.errors import ApplianceError
+from appliance.manifest.load import load_manifest
+from appliance.manifest.schema import Manifest
+from appliance.quantities import format_size
+
+DIGEST_CHARS = 12
+WATCH_INTERVAL_S = 1.0
+
+
+def status(
+    manifest: ManifestOption = MANIFEST,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="show it again every second")] = False,
+) -> None:
+    """Show what is held, which checkpoint it is, who signed it, and who has it attached."""
+    parsed = load_manifest(manifest)
+    if as_json:
+        print(json.dumps(gather(parsed), indent=2))
+        return
+    console = Console()
+    if not watch:
+        console.print(_view(gather(parsed)))
+        return
+    with Live(_view(gather(parsed)), console=console, screen=True) as live:
+        while True:
+            time.sleep(WATCH_INTERVAL_S)
+            live.update(_view(gather(parsed)))
+
+
+def gather(manifest: Manifest) -> dict[str, Any]:
+    """Return each model's status as its keeper tells it; a keeper that does not answer is part of the picture."""
+    return {"models": {name: _ask(manifest.socket_path(name)) for name in manifest.models}}
+
+
+def _ask(path: Path) -> dict[str, Any]:
+    try:
+        with KeeperClient.connect(path) as client:
+            return client.status()
+    except ApplianceError as error:
+        return {"state": "down", "trouble": error.message, "shards": [], "leases": [], "verdicts": [], "size_bytes": 0}
+
+
+def _view(status: dict[str, Any]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("MODEL", "STATE", "HELD", "ROOT DIGEST", "SIGNER", "ATTACHED"):
+        table.add_column(column, overflow="fold")
+    notes = []
+    for name, model in status["models"].items():
+        attached = ", ".join(f"{lease['client']} (pid {lease['pid']}, {lease['verdict']})" for lease in model["leases"])
+        table.add_row(
+            name,
+            model["state"] + (" (checkpoint refused)" if model.get("refused") else ""),
+            format_size(model["size_bytes"]),
+            model.get("root_digest", "")[:DIGEST_CHARS],
+            model.get("signer", ""),
+            attached or "-",
+        )
+        notes += [f"{name}: {line}" for line in _notes(model)]
+    return Group(table, *notes)
+
+
+def _notes(model: dict[str, Any]) -> Iterator[str]:
+    if text := model.get("progress") or model.get("trouble"):
+        yield text
+    for shard in model["shards"]:
+        yield f"{shard['role']} rank {shard['rank']} on {shard['device']}: {_phases(shard['phases_s'])}"
+    for lease in model["leases"]:
+        if lease["phases_s"]:
+            yield f"{lease['client']}: {_phases(lease['phases_s'])}"
+    for verdict in model["verdicts"]:
+        if verdict["verdict"] == "refused":
+            fields = "; ".join(f"{name}: wanted {wanted}, held {held}" for name, wanted, held in verdict["fields"])
+            yield f"refused {verdict['client']}: {verdict['reason']} {verdict['detail']} {fields}".rstrip()
+
+
+def _phases(phases_s: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases_s.items()) or "no timings"

@@ -1,0 +1,66 @@
+"""Loads a checkpoint from disk for the built-in engine: verified while it is read, then built by transformers."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from appliance import configs
+from appliance.checkpoint.reader import TensorInfo, read_verified
+from appliance.checkpoint.stat_record import FileStat
+from appliance.engine.model import load
+from appliance.errors import ConfigError, ResourceError
+from appliance.target import Target
+
+# The safetensors names of what the built-in engine can compute with.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in private memory, the configs it was built from, and a stat of each file at its verification."""
+
+    module: torch.nn.Module
+    configs: dict[str, bytes]
+    files: dict[str, FileStat]
+    phases_s: dict[str, float]
+
+
+def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda text: None) -> Loaded:
+    """Return the model; TrustError naming the first file that is not as signed or pinned."""
+    started = time.monotonic()
+    tensors: dict[str, torch.Tensor] = {}
+
+    def allocate(info: TensorInfo) -> memoryview:
+        if info.dtype not in DTYPES:
+            raise ConfigError(f"{info.name}: dtype {info.dtype} is nothing the built-in engine computes with")
+        try:
+            tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        except RuntimeError as error:
+            raise ResourceError(f"{info.name}: no memory for {info.end - info.begin} bytes") from error
+        tensors[info.name] = tensor
+        return memoryview(tensor.flatten().view(torch.uint8).numpy())
+
+    read = read_verified(target.model.checkpoint, target.identity.manifest, allocate=allocate, on_progress=on_progress)
+    verified = time.monotonic()
+    on_progress("building the model")
+    with tempfile.TemporaryDirectory(prefix="appliance-configs-") as folder:
+        configs.write(read.configs, Path(folder))
+        module = load(Path(folder), tensors, dtype=target.model.dtype)
+    built = time.monotonic()
+    phases = {"verify": verified - started, "build": built - verified, "load": built - started}
+    return Loaded(module, read.configs, read.files, phases)

@@ -1,0 +1,83 @@
+"""The lease of an attached shard: an open connection to the keeper, made again whenever the keeper comes back."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance.client import KeeperClient, RefusedError
+from appliance.errors import ApplianceError
+from appliance.events import WARNING, event
+
+RETRY_S = 0.5
+
+
+class Lease:
+    """Owns the connection and the thread that watches it. The mapping itself needs neither to stay valid."""
+
+    def __init__(self, client: KeeperClient, path: Path, *, shard_id: str, name: str) -> None:
+        self._client: KeeperClient | None = client
+        self._path = path
+        self._shard_id = shard_id
+        self._name = name
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def held(self) -> bool:
+        """Whether a keeper knows at this moment that the shard is mapped here."""
+        return self._client is not None
+
+    def use(self, act: Callable[[KeeperClient], None]) -> None:
+        """Do something over the connection, if there is one; a keeper that just went away is no error."""
+        with self._lock, contextlib.suppress(ApplianceError):
+            if self._client is not None:
+                act(self._client)
+
+    def end(self) -> None:
+        """Close the connection: nothing is mapped any more."""
+        self._ended.set()
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        client = self._client
+        while client is not None:
+            client.wait_for_hangup()
+            with self._lock:
+                self._client = None
+                client.close()
+            if self._ended.is_set():
+                return
+            event(
+                "the keeper is gone; the weights stay mapped, and the lease is renewed when it is back",
+                priority=WARNING,
+            )
+            client = self._renewed()
+            with self._lock:
+                self._client = client
+                if client is not None and self._ended.is_set():
+                    client.close()
+
+    def _renewed(self) -> KeeperClient | None:
+        while not self._ended.wait(RETRY_S):
+            try:
+                client = KeeperClient.connect(self._path)
+            except ApplianceError:
+                continue
+            try:
+                client.renew(shard_id=self._shard_id, client=self._name)
+            except RefusedError as error:
+                client.close()
+                event(f"the keeper that came back holds other weights: {error}", priority=WARNING)
+                return None
+            except ApplianceError:
+                client.close()
+                continue
+            event("the keeper is back; lease renewed")
+            return client
+        return None

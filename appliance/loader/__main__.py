@@ -1,0 +1,56 @@
+"""`python -m appliance.loader --manifest FILE --model NAME`: what a keeper runs to fill its slots."""
+
+import argparse
+import ctypes
+import signal
+import sys
+from pathlib import Path
+
+from appliance.client import KeeperClient, RefusedError
+from appliance.errors import ApplianceError
+from appliance.events import ERROR, event
+from appliance.target import read_target
+from appliance.verdict import Reason
+
+PR_SET_PDEATHSIG = 1
+CONNECT_TIMEOUT_S = 30.0
+
+
+def main() -> int:
+    """Load, donate, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="appliance loader", description=__doc__)
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    arguments = parser.parse_args()
+    # Without its keeper a loader fills memory that nobody will ever get.
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        return _load(arguments.manifest, arguments.model)
+    except ApplianceError as error:
+        event(f"appliance: {error}", priority=ERROR, model=arguments.model)
+        return error.exit_status
+
+
+def _load(manifest: Path, model: str) -> int:
+    target = read_target(manifest, model)
+    with KeeperClient.connect(target.socket_path, timeout_s=CONNECT_TIMEOUT_S) as client:
+        # A second or two of imports; what cannot be trusted has been refused before them.
+        from appliance.engine.weights import load_and_donate
+
+        try:
+            weights = load_and_donate(target, client, client_name=f"loader@{model}")
+        except RefusedError as error:
+            if error.verdict.reason is not Reason.OCCUPIED:
+                raise
+            return 0
+    event(
+        f"loaded {weights.record.size_bytes} bytes in {weights.phases_s['load']:.2f} s",
+        model=model,
+        root_digest=weights.record.fingerprint.root_digest,
+        signer=weights.record.signer,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

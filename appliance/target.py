@@ -1,0 +1,149 @@
+"""What one model's keeper should hold on this host, and what it is told: a child process of the keeper computes it.
+
+`python -m appliance.target --manifest FILE --model NAME` prints lines of `progress TEXT`, then one line of JSON
+(keeper/settings.py reads it). With --verify every byte of the checkpoint is hashed first.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance import fingerprint, inventory, record
+from appliance.checkpoint import identity as identities
+from appliance.checkpoint.identity import Identity, Trust
+from appliance.checkpoint.keys import Keyring
+from appliance.errors import ApplianceError, ConfigError
+from appliance.events import ERROR, event
+from appliance.fingerprint import Fingerprint
+from appliance.manifest.load import load_manifest
+from appliance.manifest.schema import Manifest, Model
+
+# The packages whose versions decide how an engine lays weights out.
+ENGINE_PACKAGES = {"builtin": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One model of the manifest, its checkpoint's identity, and the facts that a keeper can know about its weights."""
+
+    manifest: Manifest
+    name: str
+    model: Model
+    identity: Identity
+    fingerprint: Fingerprint
+
+    @property
+    def socket_path(self) -> Path:
+        return self.manifest.socket_path(self.name)
+
+
+def read_target(manifest_path: Path, name: str, *, on_progress: Callable[[str], None] = lambda text: None) -> Target:
+    """Return a model's target; ConfigError for the manifest, TrustError for the checkpoint's signature."""
+    manifest = load_manifest(manifest_path)
+    model = manifest.model(name)
+    identity = identities.identify(model.checkpoint, trust_of(manifest))
+    return Target(manifest, name, model, identity, target_fingerprint(model, identity))
+
+
+def trust_of(manifest: Manifest) -> Trust:
+    """Return what the manifest says about trust, its keys loaded."""
+    keyring = Keyring.load(manifest.trust.keys) if manifest.trust.policy == "signed" else Keyring(())
+    return Trust(policy=manifest.trust.policy, keyring=keyring, pins=manifest.directories.state / "pins")
+
+
+def target_fingerprint(model: Model, identity: Identity) -> Fingerprint:
+    """Return the facts about a model's weights that need neither torch nor an engine to be known."""
+    parallel, draft = model.parallel, model.draft
+    facts: dict[str, object] = {
+        fingerprint.ROOT_DIGEST: identity.root_digest,
+        "engine.kind": model.engine.kind,
+        "record.version": record.VERSION,
+        "setting.dtype": model.dtype,
+        "setting.quantization": model.quantization or "",
+        "setting.revision": model.revision or "",
+        "setting.draft": "" if draft is None else draft.model_dump_json(exclude_none=True),
+        "parallel.tensor": parallel.tensor,
+        "parallel.pipeline": parallel.pipeline,
+        "parallel.data": parallel.data,
+        "parallel.expert": parallel.expert,
+        "gpus": ",".join(inventory.resolve(model.gpus)) or "cpu",
+    }
+    facts |= {f"{package}.version": inventory.version(package) for package in ENGINE_PACKAGES[model.engine.kind]}
+    return Fingerprint.of(facts)
+
+
+def devices(model: Model) -> tuple[str, ...]:
+    """Return each local rank's device: `cpu`, or a GPU's UUID."""
+    return inventory.resolve(model.gpus) or ("cpu",) * model.parallel.world_size
+
+
+def keeper_settings(
+    manifest_path: Path, name: str, *, verify: bool, on_progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return what a keeper is told, as JSON data. A checkpoint that may not be loaded is part of the answer.
+
+    ConfigError where the manifest itself is broken.
+    """
+    manifest = load_manifest(manifest_path)
+    model = manifest.model(name)
+    target: Fingerprint | None = None
+    signer, refusal = "", None
+    try:
+        trust = trust_of(manifest)
+        identity = identities.identify(model.checkpoint, trust, on_progress=on_progress)
+        if verify:
+            identities.check_all(model.checkpoint, identity, on_progress=on_progress)
+        target, signer = target_fingerprint(model, identity), identity.signer
+    except ApplianceError as error:
+        refusal = {"detail": str(error), "exit_status": error.exit_status}
+    loader = [sys.executable, "-m", "appliance.loader", "--manifest", str(manifest_path.absolute()), "--model", name]
+    return {
+        "model": name,
+        "runtime": str(manifest.directories.runtime / name),
+        "gid": _gid(manifest.group),
+        "health": None if model.health.port is None else {"host": model.health.host, "port": model.health.port},
+        "slots": [{"role": "target", "rank": rank, "device": device} for rank, device in enumerate(devices(model))],
+        "signer": signer,
+        "target": None if target is None else target.to_json(),
+        "refusal": refusal,
+        "loader": loader,
+    }
+
+
+def _gid(group: str | None) -> int | None:
+    import grp
+
+    if group is None:
+        return None
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        raise ConfigError(f"group: {group!r} does not exist", hint="create it, or set `group: null`") from error
+
+
+def main() -> int:
+    """Print one keeper's settings; return the exit status."""
+    parser = argparse.ArgumentParser(prog="appliance target", description=__doc__)
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--verify", action="store_true", help="hash every file of the checkpoint")
+    arguments = parser.parse_args()
+
+    def show(text: str) -> None:
+        print(f"progress {text}", flush=True)
+
+    try:
+        settings = keeper_settings(arguments.manifest, arguments.model, verify=arguments.verify, on_progress=show)
+    except ApplianceError as error:
+        event(f"appliance: {error}", priority=ERROR, model=arguments.model)
+        return error.exit_status
+    print(json.dumps(settings), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
