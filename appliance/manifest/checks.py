@@ -4,7 +4,6 @@ Nothing of the host is looked at: a manifest is right or wrong on any machine.
 """
 
 import ipaddress
-import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -141,7 +140,7 @@ def _gpu_count(path: SettingPath, model: Model) -> Iterator[Finding]:
 
 
 def _socket_path(manifest: Manifest, name: str) -> Iterator[Finding]:
-    size_bytes = len(os.fsencode(manifest.socket_path(name)))
+    size_bytes = len(str(manifest.socket_path(name)).encode("utf-8", "surrogateescape"))
     if size_bytes > MAX_SOCKET_PATH_BYTES:
         what = f"its socket {manifest.socket_path(name)} would have {size_bytes} bytes, and a socket's path has at most"
         runtime = ("directories", "runtime")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from appliance.errors import Place
-from appliance.manifest.problem import ManifestError, Problem, SettingPath
+from appliance.manifest.problem import MAX_SHOWN, ManifestError, Problem, SettingPath
 from appliance.manifest.scalar import odd_number, plain_value
 
 MAX_BYTES = 1 << 20
@@ -52,11 +52,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Document:
-    """A file as data. A setting with a problem of its own is None in `data`."""
+    """A file as data. `unread` are the settings whose values were refused; they are None in `data`."""
 
     data: object
     settings: Mapping[SettingPath, Setting]
     problems: tuple[Problem, ...]
+    unread: frozenset[SettingPath]
 
     def value_place(self, path: SettingPath) -> Place:
         """Return where the value stands; where the setting is left out, the key of the closest group around it."""
@@ -138,6 +139,7 @@ class _Builder:
     place: Place = field(init=False)
     settings: dict[SettingPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    unread: set[SettingPath] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.place = Place(self.file, 1, 1)
@@ -157,7 +159,7 @@ class _Builder:
                 data = self._value(event, (), key=start)
         # Problems without a place of their own belong to the file as a whole, not to its first setting.
         self.settings[()] = Setting(start, start)
-        return Document(data, self.settings, tuple(self.problems))
+        return Document(data, self.settings, tuple(self.problems), frozenset(self.unread))
 
     def _next(self) -> Any:
         event = next(self._events)
@@ -174,6 +176,7 @@ class _Builder:
             value = key
         self.settings[path] = Setting(key or value, value, event.value if is_scalar else None)
         if self._is_refused(event, path):
+            self.unread.add(path)
             self._skip(event)
             return None
         if isinstance(event, yaml.MappingStartEvent):
@@ -185,14 +188,15 @@ class _Builder:
     def _is_refused(self, event: Any, path: SettingPath) -> bool:
         if isinstance(event, yaml.AliasEvent):
             self._problem(path, f"alias *{str(event.anchor)[:40]}: aliases are not used here", "write the value out")
-        elif event.anchor is not None:
+            return True
+        if event.anchor is not None:
+            # What it names is read all the same, so that what else is wrong in there is reported too.
             self._problem(path, f"anchor &{event.anchor[:40]}: anchors are not used here", "remove it")
-        elif event.tag is not None:
+        if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")[:60]
-            self._problem(path, f"tag {tag!r}: tags are not used here", "remove it; quotes make text of a number")
-        else:
-            return False
-        return True
+            hint = "put the value into quotes instead" if tag == "!!str" else "remove it"
+            self._problem(path, f"tag {tag!r}: tags are not used here", hint)
+        return event.tag is not None
 
     def _mapping(self, path: SettingPath) -> dict[str, object]:
         data: dict[str, object] = {}
@@ -211,11 +215,10 @@ class _Builder:
         return data
 
     def _key(self, event: Any, path: SettingPath) -> str | None:
-        if self._is_refused(event, path):
-            self._skip(event)
-            return None
+        is_refused = self._is_refused(event, path)
         if not isinstance(event, yaml.ScalarEvent):
-            self._problem(path, "a list or group cannot be a key")
+            if not is_refused:
+                self._problem(path, "a list or group cannot be a key")
             self._skip(event)
             return None
         text: str = event.value
@@ -237,15 +240,13 @@ class _Builder:
 
     def _scalar(self, event: Any, path: SettingPath) -> object:
         text: str = event.value
-        if not self._is_clean(text, path):
-            return None
-        if not event.implicit[0]:
-            return text
-        odd = odd_number(text)
+        odd = odd_number(text) if event.implicit[0] else None
         if odd is not None:
             self._problem(path, *odd)
+        if odd is not None or not self._is_clean(text, path):
+            self.unread.add(path)
             return None
-        return plain_value(text)
+        return plain_value(text) if event.implicit[0] else text
 
     def _is_clean(self, text: str, path: SettingPath) -> bool:
         # "\0" in double quotes is an escape: the source was clean, and the text is not.
@@ -263,6 +264,8 @@ class _Builder:
 
     def _problem(self, path: SettingPath, message: str, hint: str | None = None, *, place: Place | None = None) -> None:
         self.problems.append(Problem(place or self.place, path, message, hint))
+        if len(self.problems) > MAX_SHOWN:
+            raise ManifestError(self.problems)
 
 
 def _is_block(event: Any) -> bool:

@@ -29,15 +29,14 @@ class Problem:
 
 
 class ManifestError(ConfigError):
-    """A manifest that cannot be used. `problems` holds what was found in the order of the file, up to MAX_SHOWN."""
+    """A manifest that cannot be used. `problems` holds what is wrong, in the order of the file, up to MAX_SHOWN."""
 
-    def __init__(self, problems: Iterable[Problem], *, unlisted: int = 0) -> None:
+    def __init__(self, problems: Iterable[Problem]) -> None:
         found = sorted(problems, key=lambda problem: (problem.place.line, problem.place.column))
         self.problems = tuple(found[:MAX_SHOWN])
-        unlisted += len(found) - len(self.problems)
         lines = [str(problem) for problem in self.problems]
-        if unlisted:
-            lines.append(f"and {unlisted} more")
+        if len(found) > MAX_SHOWN:
+            lines.append(f"and more; these are the first {MAX_SHOWN}")
         super().__init__("\n".join(lines))
 
 

@@ -17,8 +17,7 @@ from appliance.manifest.wording import worded
 
 def validated(document: Document, *, folder: Path) -> tuple[Manifest, tuple[Problem, ...]]:
     """Return the manifest and its warnings; relative paths start at `folder`. ManifestError with every problem."""
-    manifest, problems = _manifest_without_wrong_settings(document, folder)
-    wrong = {problem.path for problem in problems}
+    manifest, problems, wrong = _manifest_without_wrong_settings(document, folder)
     warnings: list[Problem] = []
     for finding in findings(manifest, wrong=wrong):
         if not touches((finding.path, *finding.reads), wrong):
@@ -29,14 +28,16 @@ def validated(document: Document, *, folder: Path) -> tuple[Manifest, tuple[Prob
     return manifest, tuple(warnings)
 
 
-def _manifest_without_wrong_settings(document: Document, folder: Path) -> tuple[Manifest, list[Problem]]:
-    """Return a manifest and the problems of single settings.
+def _manifest_without_wrong_settings(
+    document: Document, folder: Path
+) -> tuple[Manifest, list[Problem], set[SettingPath]]:
+    """Return a manifest, the problems of single settings, and which settings are wrong.
 
-    If there are any, it is what the file would say without them, with an example where a setting is required: good for
-    finding the contradictions among the others, so that all is reported at once, and for nothing else.
+    If any is wrong, the manifest is what the file would say without them, with an example where a setting is required:
+    good for finding the contradictions among the others, so that all is reported at once, and for nothing else.
     """
     problems = list(document.problems)
-    wrong = {problem.path for problem in problems}
+    wrong = set(document.unread)
     data = deepcopy(document.data)
     # Taking out what is wrong may leave a hole where a setting is required, so this takes more than one turn.
     for _ in range(4):
@@ -45,11 +46,12 @@ def _manifest_without_wrong_settings(document: Document, folder: Path) -> tuple[
         except ValidationError as error:
             found = error.errors(include_url=False)
         else:
-            return manifest, problems
+            return manifest, problems, wrong
         new = [details for details in found if not _is_below(_path(details, document), wrong)]
-        problems += [_problem(details, document) for details in new[:MAX_SHOWN]]
-        if len(new) > MAX_SHOWN:
-            raise ManifestError(problems, unlisted=len(new) - MAX_SHOWN)
+        # Words for a page of nonsense take their time, and nobody reads them.
+        problems += [_problem(details, document) for details in new[: MAX_SHOWN + 1]]
+        if len(problems) > MAX_SHOWN:
+            raise ManifestError(problems)
         wrong.update(_path(details, document) for details in new)
         for details in found:
             data = _repaired(data, _path(details, document), is_missing=details["type"] == "missing")

@@ -5,15 +5,17 @@ Each type refuses what YAML lets through by accident: `port: "8001"`, `port: yes
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, PlainValidator, StringConstraints, ValidationInfo, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from appliance.errors import ConfigError
 from appliance.quantities import parse_duration
 
+MAX_PATH_BYTES = 4095  # PATH_MAX with its closing NUL is 4096
 MAX_CPU = 8191  # the kernel's largest NR_CPUS
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
@@ -53,7 +55,9 @@ def _path(value: object, info: ValidationInfo) -> Path:
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value:
-        raise refusal(f"wants a path, not {shown(value)}")
+        raise PydanticKnownError("string_type")
+    if len(value.encode()) > MAX_PATH_BYTES:
+        raise refusal(f"has {len(value.encode())} bytes, and a path has at most {MAX_PATH_BYTES}")
     if any(ord(character) < 32 for character in value):
         raise refusal(f"{shown(value)} has a control character in it")
     if "://" in value:
@@ -69,8 +73,10 @@ def _path(value: object, info: ValidationInfo) -> Path:
 
 
 def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise refusal("is empty" if value is None else f"{shown(value)} is no duration")
     try:
-        return parse_duration(value)  # type: ignore[arg-type]  # it refuses what is neither text nor number
+        return parse_duration(value)
     except ConfigError as error:
         raise refusal(error.message, hint=error.hint) from None
 
@@ -98,10 +104,10 @@ def _gpu(value: object) -> int | str:
 
 
 def _cpus(value: object) -> tuple[int, ...]:
+    if value is None:
+        raise refusal("is empty")
     numbers: set[int] = set()
-    for part in (
-        value if isinstance(value, list | tuple) else str(value).split(",") if isinstance(value, str) else [value]
-    ):
+    for part in _parts(value):
         match = None if isinstance(part, bool) else _CPU_RANGE.fullmatch(str(part))
         first = int(match[1]) if match else 0
         last = int(match[2] or first) if match else -1
@@ -111,6 +117,12 @@ def _cpus(value: object) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
+def _parts(value: object) -> Sequence[object]:
+    if isinstance(value, str):
+        return value.split(",")
+    return value if isinstance(value, list | tuple) else [value]
+
+
 def _environment_name(value: str) -> str:
     if not _ENVIRONMENT_NAME.fullmatch(value):
         raise refusal(f"{shown(value)} is no name of an environment variable")
@@ -118,9 +130,11 @@ def _environment_name(value: str) -> str:
 
 
 def _word(value: object) -> str:
+    if value is None:
+        raise refusal("is empty", hint='write "" if nothing is meant')
     # 1.10 would come out as 1.1, and `no` as False: only what reads back as it was written may go without quotes.
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise refusal(f"wants text, not {shown(value)}")
+        raise PydanticKnownError("string_type")
     return str(value)
 
 

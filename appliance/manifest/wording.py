@@ -63,7 +63,7 @@ def _missing(mistake: _Mistake) -> Words:
 
 
 def _refused(mistake: _Mistake) -> Words:
-    return mistake.context["what"], mistake.context["hint"] or mistake.in_quotes
+    return mistake.context["what"], mistake.context["hint"]
 
 
 def _no_group(mistake: _Mistake) -> Words:
@@ -71,7 +71,7 @@ def _no_group(mistake: _Mistake) -> Words:
         return f"wants settings below it, not {mistake.given}", None
     needed = required_settings(mistake.path)
     what = "is empty" if mistake.path else "the file is empty"
-    return what, f"it needs {' and '.join(needed)}" if needed else "write {} to set nothing"
+    return what, f"it needs {' and '.join(needed)}" if needed else "write {} for none"
 
 
 def _no_list(mistake: _Mistake) -> Words:
