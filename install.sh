@@ -24,17 +24,17 @@ Usage: ./install.sh --try [ARGUMENT...]    run the demo: a real model, on this m
        ./install.sh --test [ARGUMENT...]   run every test; arguments go to pytest
        ./install.sh --help
 
---try needs Linux, Python 3.11 to 3.13 and about 4 GB of disk; no root, no systemd, no GPU. It installs into .venv in
-this checkout and keeps the model below ~/.cache/appliance; delete both to be rid of it. ARGUMENTs go to `appliance
-demo`: try --json.
+--try needs Linux, Python 3.11 to 3.13 and 6 GB of disk (see PIP_* below); no root, no systemd, no GPU. It installs into
+.venv in this checkout and keeps the model below ~/.cache/appliance; delete both to be rid of it. ARGUMENTs go to
+`appliance demo`: try --json.
 
 --test run as root also installs the Debian packages that the tests use. Without root it says which tests are skipped.
 
 Environment:
   PYTHON          the Python to use
   APPLIANCE_VENV  the virtual environment to make and use, instead of .venv in this checkout
-  PIP_*           pip's own settings. On x86-64, PyPI's torch brings several GB of GPU libraries; name PyTorch's index
-                  of CPU builds in PIP_EXTRA_INDEX_URL to be spared them.
+  PIP_*           pip's own settings. On x86-64, PyPI's torch brings 3 GB of GPU libraries, 5 GB once unpacked; name
+                  PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL to be spared them.
 USAGE
 }
 

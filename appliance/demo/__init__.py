@@ -1,0 +1,1 @@
+"""The main job, end to end, with a real model: what `appliance demo` shows."""
