@@ -203,8 +203,10 @@ def receive(channel: socket.socket) -> Packet | None:
     data, fds, flags, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     descriptors = tuple(map(Descriptor, fds))
     try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > MAX_MESSAGE_BYTES:
-            raise PeerError(f"message larger than {MAX_MESSAGE_BYTES} bytes or {MAX_DESCRIPTORS} descriptors")
+        if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE_BYTES:
+            raise PeerError(f"message of more than {MAX_MESSAGE_BYTES} bytes")
+        if flags & socket.MSG_CTRUNC:
+            raise PeerError("descriptors were lost on the way: this process has no room for them")
         if not data and not descriptors:
             return None
         message = decode(data)
@@ -218,9 +220,9 @@ def receive(channel: socket.socket) -> Packet | None:
 
 
 def encode(message: Message) -> bytes:
-    """Return the packet's bytes; PeerError where the message is larger than a packet may be."""
-    fields = {name.name: getattr(message, name.name) for name in dataclasses.fields(message)}
-    data = json.dumps({"v": VERSION, "op": message.op, **fields}, separators=(",", ":")).encode()
+    """Return the packet's bytes; PeerError where the message is larger than a packet may be, ValueError for NaN."""
+    fields = {item.name: getattr(message, item.name) for item in dataclasses.fields(message)}
+    data = json.dumps({"v": VERSION, "op": message.op, **fields}, separators=(",", ":"), allow_nan=False).encode()
     if len(data) > MAX_MESSAGE_BYTES:
         raise PeerError(f"{message.op}: message of {len(data)} bytes, more than {MAX_MESSAGE_BYTES}")
     return data
@@ -229,17 +231,19 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes) -> Message:
     """Return the message in a packet; PeerError for whatever is not exactly one of this version."""
     try:
-        body = json.loads(data, parse_constant=_refuse_constant)
+        # Decoded here: json would take UTF-16 and UTF-32 for JSON too.
+        body = json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated)
     except (ValueError, RecursionError) as error:
         raise PeerError("message is not JSON") from error
     if not isinstance(body, dict):
         raise PeerError("message is not an object")
     version, op = body.pop("v", None), body.pop("op", None)
     if type(version) is not int or version != VERSION:
-        raise PeerError(f"message of version {str(version)[:20]}; this side speaks {VERSION}")
+        shown = str(version)[:20] if type(version) in (int, str) else "unknown"
+        raise PeerError(f"message of version {shown}; this side speaks {VERSION}")
     kind = _MESSAGES.get(op) if isinstance(op, str) and op else None
     if kind is None:
-        raise PeerError(f"unknown message {str(op)[:40]!r}")
+        raise PeerError(f"unknown message {op[:40]!r}" if isinstance(op, str) else "message without a name")
     types = typing.get_type_hints(kind)
     names = [item.name for item in dataclasses.fields(kind)]
     if unknown := body.keys() - set(names):
@@ -255,19 +259,34 @@ def decode(data: bytes) -> Message:
 
 
 def _fits(value: Any, kind: Any) -> bool:
+    """Tell whether a JSON value is of a field's annotated type; numbers are bounded, text is Unicode."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return True
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return all(_is_unicode(name) and _fits(item, arguments[1]) for name, item in value.items())
+    if origin is list and isinstance(value, list):
+        return all(_fits(item, arguments[0]) for item in value)
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e15
-    if kind is int:
-        return type(value) is int and abs(value) < 1 << 62
-    return type(value) is kind
+    if type(value) is not kind:
+        return kind is Any
+    return _is_unicode(value) if kind is str else kind is not int or abs(value) < 1 << 62
+
+
+def _is_unicode(text: str) -> bool:
+    # JSON can spell half a surrogate pair, which no log, file name or metric can take.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        raise ValueError("a name twice in one object")
+    return body
