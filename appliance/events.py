@@ -3,9 +3,12 @@
 `journalctl VERDICT=refused` works because fields go over journald's native socket when stderr is the journal.
 """
 
+import contextlib
 import os
 import socket
 import sys
+
+from appliance.lines import printable
 
 JOURNAL_SOCKET = "/run/systemd/journal/socket"
 
@@ -13,12 +16,16 @@ INFO, WARNING, ERROR = 6, 4, 3
 
 
 def event(text: str, *, priority: int = INFO, **fields: object) -> None:
-    """Say one line; the fields (model=, root_digest=, verdict=, reason=) are upper-cased in the journal."""
-    line = " ".join(text.split())
+    """Say one line; the fields (model=, root_digest=, verdict=, reason=) are upper-cased in the journal.
+
+    Where nobody can be told, nothing happens: weights are not lost over a log that is full or closed.
+    """
+    line = _one_line(text)
     if _stderr_is_journal() and _to_journal(line, priority, fields):
         return
     tail = "".join(f" {name}={_shown(value)}" for name, value in fields.items() if value not in (None, ""))
-    print(f"{line}{tail}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"{line}{tail}", file=sys.stderr, flush=True)
 
 
 def _stderr_is_journal() -> bool:
@@ -33,7 +40,7 @@ def _stderr_is_journal() -> bool:
 def _to_journal(line: str, priority: int, fields: dict[str, object]) -> bool:
     entry = {"MESSAGE": line, "PRIORITY": priority, "SYSLOG_IDENTIFIER": "appliance"}
     entry |= {name.upper(): value for name, value in fields.items() if value not in (None, "")}
-    data = "".join(f"{name}={' '.join(str(value).split())}\n" for name, value in entry.items()).encode()
+    data = "".join(f"{name}={_one_line(value)}\n" for name, value in entry.items()).encode(errors="backslashreplace")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
             channel.sendto(data, JOURNAL_SOCKET)
@@ -43,5 +50,10 @@ def _to_journal(line: str, priority: int, fields: dict[str, object]) -> bool:
 
 
 def _shown(value: object) -> str:
-    text = " ".join(str(value).split())
+    text = _one_line(value)
     return f'"{text}"' if " " in text else text
+
+
+def _one_line(value: object) -> str:
+    # Other processes choose some of these words, and a terminal would obey them.
+    return printable(" ".join(str(value).split()))
