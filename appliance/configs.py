@@ -12,6 +12,7 @@ from appliance.descriptors import Descriptor
 from appliance.errors import HostError, PeerError
 
 MAX_BYTES = 512 << 20
+MAX_INDEX_BYTES = 16 << 20
 MAX_FILES = 10_000
 
 
@@ -24,12 +25,15 @@ def pack(configs: Mapping[str, bytes]) -> Descriptor:
 def unpack(descriptor: Descriptor) -> dict[str, bytes]:
     """Return path and bytes of each config; PeerError unless it is exactly what `pack` makes. Does not close it."""
     data = memfd.read(descriptor, what="configs", limit_bytes=MAX_BYTES)
-    line, newline, _ = data.partition(b"\n")
+    line, newline, _ = data[:MAX_INDEX_BYTES].partition(b"\n")
+    if not newline:
+        raise PeerError(f"configs: no index within {MAX_INDEX_BYTES} bytes")
     try:
-        index = json.loads(line)
+        # Decoded here: json would take UTF-16 and UTF-32 for JSON too.
+        index = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise PeerError("configs: the index is not JSON") from error
-    if not newline or not isinstance(index, list) or len(index) > MAX_FILES:
+    if not isinstance(index, list) or len(index) > MAX_FILES:
         raise PeerError(f"configs: the index is not a list of at most {MAX_FILES} files")
     configs: dict[str, bytes] = {}
     position = len(line) + 1
@@ -45,7 +49,7 @@ def unpack(descriptor: Descriptor) -> dict[str, bytes]:
 
 
 def write(configs: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files into an empty folder; HostError where they cannot be written."""
+    """Write the files, as `unpack` returned them, into an empty folder; HostError where they cannot be written."""
     try:
         for path, data in configs.items():
             target = folder / path
@@ -62,6 +66,6 @@ def _checked(item: object) -> tuple[str, int]:
     if not isinstance(path, str) or type(size_bytes) is not int or size_bytes < 0:
         raise PeerError("configs: an entry is not a path and a size")
     pure = PurePosixPath(path)
-    if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path or str(pure) != path:
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or str(pure) != path or not path.isprintable():
         raise PeerError(f"configs: {path[:100]!r} is no path inside a checkpoint")
     return path, size_bytes

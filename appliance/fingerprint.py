@@ -4,6 +4,7 @@ Two of them exist for every shard. The *target* is what a keeper can know withou
 settings, installed versions, GPUs. The *fingerprint* is taken inside the engine and holds the target's facts and more.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +33,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Sorted name and value pairs. Build it with `of` or `from_json`; both refuse what could not be printed."""
+    """Sorted name and value pairs, every one short and printable. Build it with `of` or `from_json`."""
 
     facts: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, facts: Mapping[str, object]) -> "Fingerprint":
-        """Take facts as they come; every value becomes text."""
-        return cls(tuple(sorted((name, str(value)) for name, value in facts.items())))
+        """Take facts as they come; every value becomes text. One that could not be shown is spelled out or digested."""
+        return cls(tuple(sorted((name, _shown(str(value))) for name, value in facts.items())))
 
     @classmethod
     def from_json(cls, data: Any) -> "Fingerprint":
@@ -78,3 +79,11 @@ class Fingerprint:
         return tuple(
             Difference(name, value, facts.get(name, ABSENT)) for name, value in self.facts if facts.get(name) != value
         )
+
+
+def _shown(value: str) -> str:
+    # An environment variable may hold anything, and a keeper refuses what it could not print.
+    text = value if value.isprintable() else ascii(value)
+    if len(text) <= MAX_VALUE_CHARS:
+        return text
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()} of {len(text)} characters"

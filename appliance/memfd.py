@@ -52,7 +52,10 @@ def read(descriptor: Descriptor, *, what: str, limit_bytes: int) -> bytes:
     size_bytes = os.fstat(fd).st_size
     if size_bytes > limit_bytes:
         raise PeerError(f"{what}: {size_bytes} bytes, more than the {limit_bytes} allowed")
-    return os.pread(fd, size_bytes, 0)
+    data = os.pread(fd, size_bytes, 0)
+    if len(data) != size_bytes:
+        raise PeerError(f"{what}: {len(data)} of {size_bytes} bytes could be read")
+    return data
 
 
 def _write_all(fd: int, data: memoryview) -> None:

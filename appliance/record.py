@@ -64,11 +64,12 @@ class ShardRecord:
 
 def decode_header(data: bytes) -> ShardRecord:
     """Return the record in front of the layout; PeerError unless every field is there and of its kind."""
-    line, newline, _ = data[: MAX_HEADER_BYTES + 1].partition(b"\n")
+    line, newline, _ = data[:MAX_HEADER_BYTES].partition(b"\n")
     if not newline:
-        raise PeerError("shard record: no header line")
+        raise PeerError(f"shard record: no header line within {MAX_HEADER_BYTES} bytes")
     try:
-        header = json.loads(line)
+        # Decoded here: json would take UTF-16 and UTF-32 for JSON too.
+        header = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise PeerError("shard record: the header is not JSON") from error
     try:
@@ -83,7 +84,7 @@ def layout_bytes(data: bytes) -> bytes:
 
 
 def _from_json(header: Any) -> ShardRecord:
-    if not isinstance(header, dict) or header["v"] != VERSION:
+    if not isinstance(header, dict) or type(header["v"]) is not int or header["v"] != VERSION:
         raise ValueError("version")
     known = {
         "v",
@@ -122,8 +123,9 @@ def _matching(pattern: re.Pattern[str], value: Any) -> str:
 
 
 def _text(value: Any, limit: int = 512) -> str:
-    if not isinstance(value, str) or len(value) > limit or "\0" in value:
-        raise ValueError("not short text")
+    # Printable: it ends in logs, metrics and status, and half a surrogate pair would break each of them.
+    if not isinstance(value, str) or len(value) > limit or not value.isprintable():
+        raise ValueError("not short printable text")
     return value
 
 
