@@ -17,6 +17,8 @@ from appliance.record import ShardRecord
 from appliance.verdict import Reason, Verdict, refused
 
 REPLY_TIMEOUT_S = 30.0
+CROWD_TIMEOUT_S = 5.0
+RETRY_S = 0.05
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its NUL
 
 Reply = TypeVar("Reply", bound=wire.Message)
@@ -45,6 +47,7 @@ class KeeperClient:
     def __init__(self, channel: socket.socket, path: Path) -> None:
         self._channel = channel
         self._path = path
+        self._described: dict[tuple[str, int], str] = {}
 
     @classmethod
     def connect(cls, path: Path, *, timeout_s: float = 0.0) -> "KeeperClient":
@@ -54,10 +57,9 @@ class KeeperClient:
                 f"{path}: {len(bytes(path))} bytes, a Unix socket's path has at most {MAX_SOCKET_PATH_BYTES}",
                 hint="set a shorter directories.runtime",
             )
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         while True:
-            channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            channel.settimeout(REPLY_TIMEOUT_S)
+            channel = _channel()
             try:
                 channel.connect(str(path))
                 return cls(channel, path)
@@ -65,11 +67,13 @@ class KeeperClient:
                 channel.close()
                 if isinstance(error, PermissionError):
                     raise ConfigError(f"{path}: not permitted to connect", hint="join the appliance's group") from error
-                if time.monotonic() >= deadline:
+                # A keeper is there, and others are before us at its door.
+                crowded = isinstance(error, BlockingIOError)
+                if time.monotonic() - began >= (max(timeout_s, CROWD_TIMEOUT_S) if crowded else timeout_s):
                     raise ResourceError(
                         f"no keeper answers at {path}: {error.strerror or error}", hint="is weights@MODEL running?"
                     ) from error
-            time.sleep(0.05)
+            time.sleep(RETRY_S)
 
     def status(self) -> dict[str, Any]:
         """Return what the keeper says of itself."""
@@ -85,18 +89,26 @@ class KeeperClient:
         try:
             with held:
                 data = memfd.read(held, what="shard record", limit_bytes=record.MAX_RECORD_BYTES)
-            return Description(record.decode_header(data), record.layout_bytes(data), configs)
-        except PeerError:
+            description = Description(record.decode_header(data), record.layout_bytes(data), configs)
+        except BaseException:
             configs.close()
             raise
+        self._described[role, rank] = description.record.shard_id
+        return description
 
     def attach(self, *, role: str, rank: int, client: str, fingerprint: Fingerprint) -> tuple[Descriptor, ...]:
         """Return the slabs of the shard with exactly this fingerprint; RefusedError with the facts that differ.
 
-        The caller closes them; the lease stays with this connection.
+        ResourceError where another shard took the place of the one described over this connection: its layout may
+        differ. The caller closes the slabs; the lease stays with this connection.
         """
         asked = wire.Attach(role=role, rank=rank, client=client, fingerprint=fingerprint.to_json())
-        return self._exchange(asked, wire.Attached).descriptors
+        packet = self._exchange(asked, wire.Attached)
+        attached = cast(wire.Attached, packet.message).shard_id
+        if self._described.get((role, rank), attached) != attached:
+            packet.close()
+            raise ResourceError(f"{role} rank {rank} was replaced since it was described", hint="try again")
+        return packet.descriptors
 
     def renew(self, *, shard_id: str, client: str) -> None:
         """Make this connection the lease of a shard that was attached over an earlier one."""
@@ -110,6 +122,7 @@ class KeeperClient:
     def progress(self, text: str) -> None:
         """Tell how far the load is; a keeper that went away is noticed by the donation."""
         with contextlib.suppress(OSError):
+            self._channel.settimeout(REPLY_TIMEOUT_S)
             wire.send(self._channel, wire.Progress(text=text[:200]))
 
     def donate(self, held: Descriptor, configs: Descriptor, slabs: Sequence[Descriptor]) -> None:
@@ -123,6 +136,7 @@ class KeeperClient:
             verdict=str(verdict.outcome), reason=reason, detail=verdict.detail[:2000], phases_s=phases_s
         )
         with self._connection_errors():
+            self._channel.settimeout(REPLY_TIMEOUT_S)
             wire.send(self._channel, message)
 
     def evict(self, *, force: bool) -> int:
@@ -164,10 +178,10 @@ class KeeperClient:
     ) -> wire.Packet:
         deadline = time.monotonic() + timeout_s
         with self._connection_errors():
-            wire.send(self._channel, asked, descriptors)
+            self._send(asked, descriptors)
             while True:
                 self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
-                packet = wire.receive(self._channel)
+                packet = self._receive()
                 if packet is None:
                     raise PeerError(f"the keeper at {self._path} closed the connection")
                 if isinstance(packet.message, wire.Progress):
@@ -180,6 +194,19 @@ class KeeperClient:
                     raise RefusedError(_verdict(packet.message))
                 raise PeerError(f"the keeper answered {asked.op!r} with {packet.message.op!r}")
 
+    def _send(self, message: wire.Message, descriptors: Sequence[Descriptor]) -> None:
+        self._channel.settimeout(REPLY_TIMEOUT_S)
+        # Who closed the connection may have said why before: that is still there to be read.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            wire.send(self._channel, message, descriptors)
+
+    def _receive(self) -> wire.Packet | None:
+        try:
+            return wire.receive(self._channel)
+        except ConnectionResetError:
+            # Reported once, ahead of what was received, where the keeper closed without having read all of ours.
+            return wire.receive(self._channel)
+
     @contextlib.contextmanager
     def _connection_errors(self) -> Iterator[None]:
         try:
@@ -188,6 +215,15 @@ class KeeperClient:
             raise PeerError(f"the keeper at {self._path} does not answer") from error
         except OSError as error:
             raise PeerError(f"lost the keeper at {self._path}: {error.strerror or error}") from error
+
+
+def _channel() -> socket.socket:
+    try:
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise ResourceError(f"cannot make a socket: {error.strerror}") from error
+    channel.settimeout(REPLY_TIMEOUT_S)
+    return channel
 
 
 def _verdict(message: wire.Refused) -> Verdict:
