@@ -1,0 +1,389 @@
+"""Files read once, several side by side, each piece hashed from the memory it was read into.
+
+Where the pages are cached, hashing bounds the time and the cores must stay busy to the end: the file with the most left
+goes first, a piece at a time, and a core with no file of its own reads ahead for another. Where they are not, a thread
+that waits for the disk lets another one run: `threads` run at a time, a few more may wait.
+"""
+
+import errno
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from appliance.checkpoint.files import CheckpointRoot, open_file
+from appliance.checkpoint.os_refusal import os_refusal
+from appliance.checkpoint.stat_record import FileStat
+from appliance.descriptors import Descriptor
+from appliance.errors import TrustError
+
+PIECE_BYTES = 4 << 20
+FILES_IN_FLIGHT = 16
+MAX_THREADS = 64
+# Threads beyond those that run: they wait for disks and remote file systems.
+WAITING_THREADS = 16
+REPORT_EVERY_S = 0.1
+
+# A file is left for another with more to do only when the difference is worth a seek.
+_QUANTUM_BYTES = 64 << 20
+_IOV_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a read is. `files_done` are read and hashed to their end, and right if there was a digest to be."""
+
+    files_done: int
+    files_total: int
+    bytes_done: int
+    bytes_total: int
+
+
+OnProgress = Callable[[Progress], None]
+Piece = list[memoryview]
+# A piece, and the scratch memory behind it that can be used again.
+_Filled = tuple[Piece, bytearray | None]
+
+
+class Hasher(Protocol):
+    """What hashlib's and blake3's objects have in common."""
+
+    def update(self, data: memoryview | bytes, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+def make_hasher(algorithm: str, *, threads: int = 1) -> Hasher:
+    """Return a fresh hasher; `threads` is how many BLAKE3 may use for one file."""
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    if algorithm == "blake3":
+        from blake3 import blake3
+
+        hasher: Hasher = blake3(max_threads=threads)
+        return hasher
+    raise ValueError(f"unknown digest algorithm {algorithm!r}")
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """The hex digest of a file's bytes, and its stat, the same before and after they were read."""
+
+    digest: str
+    stat: FileStat
+
+
+class FileStream:
+    """One file on its way through, from `open` to `finish`. `destination` says where its bytes go, in order.
+
+    Without a destination they go to scratch memory. TrustError, naming the file, when it changes on the way or, with
+    `expected`, has another digest. Owns a descriptor: `close` it, also after an error.
+    """
+
+    def __init__(
+        self, root: CheckpointRoot, path: str, *, size_bytes: int, hasher: Hasher, expected: str | None
+    ) -> None:
+        self.root = root
+        self.path = path
+        self.size_bytes = size_bytes
+        self.position = 0
+        self.destination: Iterator[Piece] | None = None
+        self.outcome: Hashed | None = None
+        self._hasher = hasher
+        self._expected = expected
+        self._opened: tuple[Descriptor, FileStat] | None = None
+
+    def open(self) -> None:
+        """Open it and take its stat, unless that is done."""
+        if self._opened is not None:
+            return
+        descriptor = open_file(self.root, self.path)
+        before = FileStat.of(os.fstat(descriptor.fileno()))
+        self._opened = descriptor, before
+        if before.size_bytes != self.size_bytes:
+            raise self._refusal("changed size while the checkpoint was read")
+        os.posix_fadvise(descriptor.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read(self, piece: Piece, *, wait: bool = True) -> Piece:
+        """Fill the piece with the file's next bytes; TrustError where the file ends before they do.
+
+        Without `wait`, what is not in the page cache stays unread: returns the part of the piece that is still to fill.
+        """
+        descriptor, _ = self._open_now()
+        rest = [view for view in piece if view.nbytes]
+        while rest:
+            try:
+                count = os.preadv(descriptor.fileno(), rest[:_IOV_MAX], self.position, 0 if wait else os.RWF_NOWAIT)
+            except OSError as error:
+                if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+                    break
+                raise os_refusal(error, f"read {self.root.path / self.path}") from error
+            if count == 0:
+                raise self._refusal("was cut short while it was read")
+            self.position += count
+            rest = _beyond(rest, count)
+        return rest
+
+    def hash(self, piece: Sequence[memoryview | bytes]) -> None:
+        """Take the piece into the digest."""
+        for view in piece:
+            self._hasher.update(view)
+
+    def finish(self) -> None:
+        """Check that the file is still as it was, settle its digest, check that too, and close."""
+        descriptor, before = self._open_now()
+        differing = before.differing(FileStat.of(os.fstat(descriptor.fileno())))
+        self.close()
+        if differing:
+            raise self._refusal(f"changed while it was read ({', '.join(differing)})")
+        digest = self._hasher.hexdigest()
+        if self._expected is not None and digest != self._expected:
+            raise TrustError(
+                f"checkpoint {self.root}: {self.path} is not the file that was signed or pinned: "
+                f"its digest is {digest[:16]}..., not {self._expected[:16]}..."
+            )
+        self.outcome = Hashed(digest, before)
+
+    def close(self) -> None:
+        """Give the descriptor back, if there is one."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[0].close()
+
+    def _open_now(self) -> tuple[Descriptor, FileStat]:
+        if self._opened is None:
+            raise ValueError(f"{self.path}: not open")
+        return self._opened
+
+    def _refusal(self, what: str) -> TrustError:
+        hint = "try again when nothing writes to the checkpoint any more"
+        return TrustError(f"checkpoint {self.root}: {self.path} {what}", hint=hint)
+
+
+def make_streams(
+    root: CheckpointRoot,
+    sizes_bytes: Mapping[str, int],
+    *,
+    algorithm: str,
+    expected: Mapping[str, str] | None = None,
+    threads: int | None = None,
+) -> list[FileStream]:
+    """Return a stream for each path, with the digest expected of it where one is. Opens nothing."""
+    threads = threads or usable_cpus()
+    fair_bytes = max(1, sum(sizes_bytes.values()) // threads)
+    return [
+        FileStream(
+            root,
+            path,
+            size_bytes=size_bytes,
+            # A file larger than its fair share would end last: BLAKE3 can use several cores for one file.
+            hasher=make_hasher(algorithm, threads=min(threads, 1 + size_bytes // fair_bytes)),
+            expected=expected[path] if expected else None,
+        )
+        for path, size_bytes in sizes_bytes.items()
+    ]
+
+
+def usable_cpus() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_streams(
+    streams: Sequence[FileStream], *, threads: int | None = None, on_progress: OnProgress | None = None
+) -> None:
+    """Read and hash all of them to the end; the first failure stops the rest and is raised. All are closed after.
+
+    `threads` hash at a time (default: one a core). `on_progress` is called in the caller's thread, about ten times a
+    second and once at the end. Scratch memory is at most PIECE_BYTES for each thread and each file in flight.
+    """
+    threads = min(threads or usable_cpus(), MAX_THREADS)
+    try:
+        _Work(streams, threads).run(on_progress)
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+class _Lane:
+    """A stream in flight. At most one piece of it is being read, or waits; and one is being hashed."""
+
+    def __init__(self, stream: FileStream) -> None:
+        self.stream = stream
+        self.left_bytes = stream.size_bytes - stream.position
+        self.opened = False
+        self.reading = False
+        self.hashing = False
+        self.read_out = False
+        self.filled: _Filled | None = None
+
+    def can_read(self) -> bool:
+        return not self.reading and not self.read_out and self.filled is None
+
+    def can_go_on(self) -> bool:
+        return not self.hashing and (self.filled is not None or self.can_read())
+
+
+class _Work:
+    """The streams of one run, and the threads that carry them along. Every field is guarded by `_changed`."""
+
+    def __init__(self, streams: Sequence[FileStream], threads: int) -> None:
+        self._files_total = len(streams)
+        self._bytes_total = sum(stream.size_bytes for stream in streams)
+        self._files_done = 0
+        self._bytes_done = sum(stream.position for stream in streams)
+        self._waiting = deque(sorted(streams, key=lambda stream: stream.size_bytes, reverse=True))
+        self._lanes: list[_Lane] = []
+        self._lanes_limit = max(FILES_IN_FLIGHT, threads)
+        self._running = 0
+        self._running_limit = threads
+        self._spare: list[bytearray] = []
+        self._error: BaseException | None = None
+        self._stopped = not streams
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+
+    def run(self, on_progress: OnProgress | None) -> None:
+        count = min(self._running_limit + WAITING_THREADS, 2 * self._files_total)
+        workers = [threading.Thread(target=self._worker, name=f"checkpoint-{number}") for number in range(count)]
+        try:
+            for worker in workers:
+                worker.start()
+            while workers and not self._ended.wait(REPORT_EVERY_S):
+                if on_progress:
+                    on_progress(self._progress())
+        finally:
+            self._stop(None)
+            for worker in workers:
+                if worker.ident is not None:
+                    worker.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if on_progress:
+            on_progress(self._progress())
+
+    def _progress(self) -> Progress:
+        with self._changed:
+            return Progress(self._files_done, self._files_total, self._bytes_done, self._bytes_total)
+
+    def _stop(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._stopped = True
+            self._changed.notify_all()
+        self._ended.set()
+
+    def _worker(self) -> None:
+        lane: _Lane | None = None
+        try:
+            while (step := self._next_step(lane)) is not None:
+                lane, filled = step
+                if filled is None:
+                    filled = self._read(lane) if lane.opened else self._open(lane)
+                if filled is not None:
+                    self._hash(lane, *filled)
+        except BaseException as error:  # it goes to the thread that called
+            self._stop(error)
+
+    def _next_step(self, last: _Lane | None) -> tuple[_Lane, _Filled | None] | None:
+        """Wait for work and a turn to run; None at the end. With a piece it is to be hashed, without one to be read."""
+        with self._changed:
+            while not self._stopped:
+                lane = self._choose(last) if self._running < self._running_limit else None
+                if lane is None:
+                    self._changed.wait()
+                    continue
+                self._running += 1
+                filled, lane.filled = (None, lane.filled) if lane.hashing else (lane.filled, None)
+                if filled is None:
+                    lane.reading = True
+                else:
+                    lane.hashing = True
+                if self._running < self._running_limit:
+                    # Whoever changes something looks here next, so each has to wake only one more, while turns last.
+                    self._changed.notify()
+                return lane, filled
+        return None
+
+    def _choose(self, last: _Lane | None) -> _Lane | None:
+        while self._waiting and len(self._lanes) < self._lanes_limit:
+            self._lanes.append(_Lane(self._waiting.popleft()))
+        lanes = [lane for lane in self._lanes if lane.can_go_on()] or [lane for lane in self._lanes if lane.can_read()]
+        return max(lanes, key=lambda lane: (lane.left_bytes // _QUANTUM_BYTES, lane is last), default=None)
+
+    def _open(self, lane: _Lane) -> _Filled | None:
+        self._give_turn()
+        lane.stream.open()
+        with self._changed:
+            lane.opened, lane.reading = True, False
+        return None
+
+    def _read(self, lane: _Lane) -> _Filled | None:
+        """Read a piece. Returns it if this thread is to hash it now, with the turn that it has."""
+        filled = self._next_piece(lane.stream)
+        unread = lane.stream.read(filled[0], wait=False)
+        if unread:
+            self._give_turn()
+            lane.stream.read(unread)
+        with self._changed:
+            lane.reading = False
+            lane.read_out = lane.stream.position >= lane.stream.size_bytes
+            if not unread and not lane.hashing:
+                lane.hashing = True
+                return filled
+            lane.filled = filled
+            self._running -= not unread
+        return None
+
+    def _hash(self, lane: _Lane, piece: Piece, scratch: bytearray | None) -> None:
+        size_bytes = sum(view.nbytes for view in piece)
+        lane.stream.hash(piece)
+        with self._changed:
+            done = lane.read_out and lane.filled is None
+        if done:
+            lane.stream.finish()
+        with self._changed:
+            lane.hashing = False
+            lane.left_bytes -= size_bytes
+            self._running -= 1
+            self._bytes_done += size_bytes
+            if scratch is not None and len(scratch) == PIECE_BYTES:
+                self._spare.append(scratch)
+            if done:
+                self._lanes.remove(lane)
+                self._files_done += 1
+            if self._files_done < self._files_total:
+                return
+        self._stop(None)
+
+    def _give_turn(self) -> None:
+        """Let another thread run while this one waits for a disk."""
+        with self._changed:
+            self._running -= 1
+            self._changed.notify()
+
+    def _next_piece(self, stream: FileStream) -> _Filled:
+        if stream.destination is not None:
+            piece = next(stream.destination, [])
+            if not any(view.nbytes for view in piece) and stream.position < stream.size_bytes:
+                raise ValueError(f"{stream.path}: its destination is smaller than the file")
+            return piece, None
+        size_bytes = min(PIECE_BYTES, stream.size_bytes - stream.position)
+        if size_bytes < PIECE_BYTES:
+            scratch = bytearray(size_bytes)
+        else:
+            with self._changed:
+                scratch = self._spare.pop() if self._spare else bytearray(PIECE_BYTES)
+        return [memoryview(scratch)], scratch
+
+
+def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views after their first `count` bytes."""
+    for index, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[index + 1 :]]
+        count -= view.nbytes
+    return []
