@@ -21,6 +21,9 @@ class LineSplitter:
         *ended, open_end = data.split(b"\n")
         lines = []
         for piece in ended:
+            if not self._kept and b"\r" not in piece and len(piece) <= self._limit_bytes:  # nearly always
+                lines.append(_text(piece))
+                continue
             self._keep(piece)
             lines.append(self._take())
         self._keep(open_end)
@@ -42,7 +45,7 @@ class LineSplitter:
     def _take(self) -> str:
         kept, cut_bytes = self._kept, self._cut_bytes
         self._kept, self._cut_bytes = b"", 0
-        text = printable(kept.rstrip(b"\r").decode("utf-8", "backslashreplace"))
+        text = _text(kept.rstrip(b"\r"))
         return f"{text} [{cut_bytes} bytes cut]" if cut_bytes else text
 
 
@@ -62,6 +65,10 @@ def last_line(output: bytes) -> str:
     splitter = LineSplitter()
     said = [line for line in [*splitter.feed(tail), *splitter.rest()] if line.strip()]
     return said[-1].strip() if said else ""
+
+
+def _text(line: bytes) -> str:
+    return printable(line.decode("utf-8", "backslashreplace"))
 
 
 def _spelled(character: str) -> str:

@@ -1,0 +1,154 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from up.stage import ends
+
+from appliance.up.group import MARK, in_group, kill_leftovers, kill_members
+
+# Says its own number and its child's, then sleeps; the child is in a session of its own if asked for.
+PARENT = """
+import os, sys, time
+if (pid := os.fork()) == 0:
+    if sys.argv[1] == "own": os.setsid()
+    os.write(1, f"{os.getpid()}\\n".encode())
+time.sleep(600)
+"""
+# Forks without pause: whoever kills one by one is always late.
+FORKER = """
+import os, time
+for _ in range(30):
+    if os.fork() == 0: os.setsid()
+    time.sleep(0.001)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def start(
+    started: list[subprocess.Popen[bytes]], code: str, *arguments: str, mark: str = "", new_session: bool = True
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        start_new_session=new_session,
+        env={**os.environ, MARK: mark},
+    )
+    started.append(process)
+    return process
+
+
+def child_of(process: subprocess.Popen[bytes]) -> int:
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+@pytest.mark.parametrize("session", ["same", "own"])
+def test_what_a_dead_process_started_is_killed_wherever_it_went(
+    session: str, started: list[subprocess.Popen[bytes]]
+) -> None:
+    main = start(started, PARENT, session, mark="/run/x/engine@a")
+    child = child_of(main)
+    main.kill()
+    os.waitid(os.P_PID, main.pid, os.WEXITED | os.WNOWAIT)
+    assert kill_members(main.pid, "/run/x/engine@a", timeout_s=20)
+    assert ends(child)
+
+
+def test_a_process_that_forks_while_it_is_killed_leaves_nothing(started: list[subprocess.Popen[bytes]]) -> None:
+    main = start(started, FORKER, mark="/run/x/forker")
+    assert kill_members(main.pid, "/run/x/forker", timeout_s=20)
+    marked = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and is_marked(pid, b"/run/x/forker")]
+    assert marked == []
+
+
+def is_marked(process: Path, mark: bytes) -> bool:
+    try:
+        return b"\0" + MARK.encode() + b"=" + mark in (process / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+def test_another_unit_is_left_alone_though_its_name_begins_alike(started: list[subprocess.Popen[bytes]]) -> None:
+    main, other = (start(started, PARENT, "own", mark=mark) for mark in ("/run/x/engine@a", "/run/x/engine@a2"))
+    children = child_of(main), child_of(other)
+    assert kill_members(main.pid, "/run/x/engine@a", timeout_s=20)
+    assert ends(children[0])
+    assert other.poll() is None
+    os.kill(children[1], 0)
+    assert kill_members(other.pid, "/run/x/engine@a2", timeout_s=20)
+    assert ends(children[1])
+
+
+def test_what_another_supervisor_left_is_killed_by_the_folder_it_belonged_to(
+    started: list[subprocess.Popen[bytes]],
+) -> None:
+    main, other = (start(started, PARENT, "own", mark=mark) for mark in ("/run/x/.up/engine@a", "/run/y/.up/engine@a"))
+    children = child_of(main), child_of(other)
+    assert kill_leftovers("/run/x/.up/", timeout_s=20)
+    assert ends(main.pid) and ends(children[0])
+    assert other.poll() is None
+    assert kill_leftovers("/run/y/.up/", timeout_s=20)
+    assert ends(children[1])
+
+
+def test_nothing_to_kill_is_no_failure() -> None:
+    assert kill_leftovers("/run/nobody/ever/", timeout_s=1)
+
+
+def test_the_caller_itself_is_never_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import os, sys; sys.path[:] = sys.argv[1].split(':')\n"
+        "from appliance.up.group import kill_leftovers\n"
+        "print(kill_leftovers('/run/self/', timeout_s=1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, ":".join(sys.path)],
+        env={**os.environ, MARK: "/run/self/engine@a"},
+        capture_output=True,
+        check=False,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout) == (0, b"True\n"), done.stderr
+
+
+def test_membership_is_by_group_or_session(started: list[subprocess.Popen[bytes]]) -> None:
+    main = start(started, PARENT, "own")
+    child = child_of(main)
+    assert in_group(main.pid, main.pid)
+    assert not in_group(child, main.pid)
+    assert not in_group(os.getpid(), main.pid)
+    os.kill(child, signal.SIGKILL)
+    assert ends(child)
+
+
+def test_a_process_that_is_gone_is_in_no_group(started: list[subprocess.Popen[bytes]]) -> None:
+    main = start(started, PARENT, "same")
+    child = child_of(main)
+    assert in_group(child, main.pid)
+    os.killpg(main.pid, signal.SIGKILL)
+    main.wait()
+    assert ends(child)
+    assert not in_group(main.pid, main.pid)
+
+
+def test_a_process_name_full_of_brackets_and_spaces_is_no_trap(started: list[subprocess.Popen[bytes]]) -> None:
+    code = "open('/proc/self/comm', 'w').write(') 1 1 1 S (x'); print(flush=True); import time; time.sleep(600)"
+    main = start(started, code)
+    assert main.stdout is not None
+    main.stdout.readline()
+    assert in_group(main.pid, main.pid)
