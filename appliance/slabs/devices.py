@@ -8,7 +8,11 @@ CPU = "cpu"
 
 
 def backend(device: str) -> Backend:
-    """Return the backend for "cpu" or a GPU UUID; ConfigError for a device that has none."""
+    """Return the backend for "cpu" or the UUID of a GPU, or part of one, that this process sees; else ConfigError."""
     if device == CPU:
         return MemfdBackend()
-    raise ConfigError(f"no slab backend for device {device!r}", hint='use "cpu"')
+    if device.startswith(("GPU-", "MIG-")):
+        from appliance.slabs.cuda import CudaBackend
+
+        return CudaBackend(device)
+    raise ConfigError(f"no slab backend for device {device!r}", hint='use "cpu" or the UUID of a GPU')
