@@ -48,12 +48,24 @@ def _source(path: Path) -> bytes:
     try:
         # A FIFO would keep us waiting for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                return file.read(MAX_BYTES + 1)
-        reason = "not a regular file"
-    except FileNotFoundError:
-        reason = "no such file"
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    raise ConfigError(f"cannot read the manifest {path}: {reason}")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the manifest {path}: {reason}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"cannot read the manifest {path}: not a regular file")
+        return _read_all(fd)
+    except OSError as error:
+        raise ConfigError(f"cannot read the manifest {path}: {error.strerror}") from None
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int) -> bytes:
+    """Return what is in a file, but of a file that is too large not much more than is needed to tell."""
+    chunks = []
+    missing = MAX_BYTES + 1
+    while missing > 0 and (chunk := os.read(fd, missing)):
+        chunks.append(chunk)
+        missing -= len(chunk)
+    return b"".join(chunks)

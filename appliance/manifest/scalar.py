@@ -20,8 +20,6 @@ _ODD_NUMBER = re.compile(
     r"|\.[0-9][0-9_]*(e[-+]?[0-9]+)?|\.inf)|\.nan",
     re.ASCII | re.IGNORECASE,
 )
-# Longer than any number; the pattern above is not let loose on a page of digits.
-_MAX_NUMBER = 400
 
 
 def plain_value(text: str) -> object:
@@ -39,7 +37,7 @@ def plain_value(text: str) -> object:
 
 def odd_number(text: str) -> tuple[str, str] | None:
     """Return what is wrong and the way out, for a word that is a number to YAML alone; otherwise None."""
-    if len(text) > _MAX_NUMBER or not isinstance(plain_value(text), str) or not _ODD_NUMBER.fullmatch(text):
+    if not isinstance(plain_value(text), str) or not _ODD_NUMBER.fullmatch(text):
         return None
     shown = text if len(text) <= 40 else f"{text[:37]}..."
     as_text = f'write "{shown}" if text is meant'

@@ -13,6 +13,8 @@ from appliance.manifest.values import shown
 # Comparing every known name with a page of text takes its time, and nobody mistypes one into the other.
 _MAX_MISTYPED = 64
 
+_WORD = re.compile(r"[\w./-]{1,60}")
+
 Words = tuple[str, str | None]
 
 
@@ -77,8 +79,8 @@ def _no_group(mistake: _Mistake) -> Words:
 def _no_list(mistake: _Mistake) -> Words:
     if mistake.value is None:
         return "is empty", "write [] for none"
-    text = mistake.text
-    return f"wants a list, not {mistake.given}", f"write [{text}]" if text is not None and len(text) <= 40 else None
+    is_word = mistake.text is not None and _WORD.fullmatch(mistake.text)
+    return f"wants a list, not {mistake.given}", f"write [{mistake.text}]" if is_word else None
 
 
 def _no_choice(mistake: _Mistake) -> Words:
