@@ -1,15 +1,16 @@
 """Content digests of a checkpoint's files, SHA-256 or BLAKE3, and the checkpoint manifest made of them."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from appliance.checkpoint.file_stream import Hashed
 from appliance.checkpoint.files import IGNORED, CheckpointRoot, find_root, list_files
 from appliance.checkpoint.manifest import Algorithm, CheckpointManifest, make_manifest
 from appliance.checkpoint.os_refusal import os_refusal
 from appliance.checkpoint.stat_record import FileStat
-from appliance.checkpoint.streams import Hashed, OnProgress, make_streams, run_streams
+from appliance.checkpoint.streams import OnProgress, make_streams, run_streams
 from appliance.errors import ConfigError, TrustError
 
 _STAT_THREADS = 16
@@ -49,13 +50,17 @@ def digest_files(
     paths: Iterable[str],
     *,
     algorithm: Algorithm,
+    expected: Mapping[str, str] | None = None,
     threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Hashed]:
-    """Return digest and stat of each path, in order; TrustError, naming it, for one that is missing or changes."""
+    """Return digest and stat of each path, in order.
+
+    TrustError, naming it, for one that is missing, changes meanwhile or, with `expected`, has another digest.
+    """
     stats = stat_files(root, paths)
     sizes_bytes = {path: found.size_bytes for path, found in present(root, stats).items()}
-    streams = make_streams(root, sizes_bytes, algorithm=algorithm, threads=threads)
+    streams = make_streams(root, sizes_bytes, algorithm=algorithm, expected=expected, threads=threads)
     run_streams(streams, threads=threads, on_progress=on_progress)
     return {stream.path: stream.outcome for stream in streams if stream.outcome}
 

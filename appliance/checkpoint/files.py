@@ -55,6 +55,8 @@ def find_root(checkpoint: Path | CheckpointRoot) -> CheckpointRoot:
         raise ConfigError(f"checkpoint {checkpoint}: {getattr(error, 'strerror', None) or error}") from error
     if not path.is_dir():
         raise ConfigError(f"checkpoint {checkpoint} is not a directory")
+    if not str(path).isprintable():  # which half a surrogate, for what is not UTF-8, is not either
+        raise ConfigError(f"checkpoint {str(path)!r}: the path has unprintable characters")
     for parent in path.parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return CheckpointRoot(path, parent.parent)
@@ -144,7 +146,7 @@ def open_file(root: CheckpointRoot, path: str) -> Descriptor:
     if descriptor is None:
         descriptor = _open(locate(root, path))
     if descriptor is None:
-        raise TrustError(f"checkpoint {root}: {path} changed while it was looked up")
+        raise TrustError(f"checkpoint {root}: {path} is not a regular file, or changed while it was looked up")
     if not stat.S_ISREG(os.fstat(descriptor.fileno()).st_mode):
         descriptor.close()
         raise TrustError(f"checkpoint {root}: {path} is not a regular file")
@@ -152,13 +154,13 @@ def open_file(root: CheckpointRoot, path: str) -> Descriptor:
 
 
 def _open(path: Path) -> Descriptor | None:
-    """Open it unless it is a link or not there."""
+    """Open it; None for a link, a socket, or nothing there."""
     try:
         # O_NONBLOCK: a pipe put there since would otherwise hold us for ever before we see that it is one.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
         return Descriptor(os.open(path, flags))
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOENT, errno.ENOTDIR):
+        if error.errno in (errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO):
             return None
         raise os_refusal(error, f"open {path}") from error
 

@@ -18,7 +18,8 @@ def parse_object(
         raise error(f"{what}: {len(data)} bytes, more than the {limit_bytes} allowed")
     try:
         value = json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is legal in JSON and in no file name
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is legal in JSON, in no file name
     except (ValueError, RecursionError) as failure:
         reason = "nested too deeply" if isinstance(failure, RecursionError) else str(failure)
         raise error(f"{what}: not valid JSON: {reason}") from None

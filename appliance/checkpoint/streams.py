@@ -1,24 +1,18 @@
-"""Files read once, several side by side, each piece hashed from the memory it was read into.
+"""Many files read and hashed side by side.
 
 Where the pages are cached, hashing bounds the time and the cores must stay busy to the end: the file with the most left
 goes first, a piece at a time, and a core with no file of its own reads ahead for another. Where they are not, a thread
 that waits for the disk lets another one run: `threads` run at a time, a few more may wait.
 """
 
-import errno
-import hashlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from appliance.checkpoint.files import CheckpointRoot, open_file
-from appliance.checkpoint.os_refusal import os_refusal
-from appliance.checkpoint.stat_record import FileStat
-from appliance.descriptors import Descriptor
-from appliance.errors import TrustError
+from appliance.checkpoint.file_stream import FileStream, Piece, make_hasher
+from appliance.checkpoint.files import CheckpointRoot
 
 PIECE_BYTES = 4 << 20
 FILES_IN_FLIGHT = 16
@@ -29,7 +23,6 @@ REPORT_EVERY_S = 0.1
 
 # A file is left for another with more to do only when the difference is worth a seek.
 _QUANTUM_BYTES = 64 << 20
-_IOV_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -43,123 +36,8 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-Piece = list[memoryview]
 # A piece, and the scratch memory behind it that can be used again.
 _Filled = tuple[Piece, bytearray | None]
-
-
-class Hasher(Protocol):
-    """What hashlib's and blake3's objects have in common."""
-
-    def update(self, data: memoryview | bytes, /) -> object: ...
-    def hexdigest(self) -> str: ...
-
-
-def make_hasher(algorithm: str, *, threads: int = 1) -> Hasher:
-    """Return a fresh hasher; `threads` is how many BLAKE3 may use for one file."""
-    if algorithm == "sha256":
-        return hashlib.sha256()
-    if algorithm == "blake3":
-        from blake3 import blake3
-
-        hasher: Hasher = blake3(max_threads=threads)
-        return hasher
-    raise ValueError(f"unknown digest algorithm {algorithm!r}")
-
-
-@dataclass(frozen=True)
-class Hashed:
-    """The hex digest of a file's bytes, and its stat, the same before and after they were read."""
-
-    digest: str
-    stat: FileStat
-
-
-class FileStream:
-    """One file on its way through, from `open` to `finish`. `destination` says where its bytes go, in order.
-
-    Without a destination they go to scratch memory. TrustError, naming the file, when it changes on the way or, with
-    `expected`, has another digest. Owns a descriptor: `close` it, also after an error.
-    """
-
-    def __init__(
-        self, root: CheckpointRoot, path: str, *, size_bytes: int, hasher: Hasher, expected: str | None
-    ) -> None:
-        self.root = root
-        self.path = path
-        self.size_bytes = size_bytes
-        self.position = 0
-        self.destination: Iterator[Piece] | None = None
-        self.outcome: Hashed | None = None
-        self._hasher = hasher
-        self._expected = expected
-        self._opened: tuple[Descriptor, FileStat] | None = None
-
-    def open(self) -> None:
-        """Open it and take its stat, unless that is done."""
-        if self._opened is not None:
-            return
-        descriptor = open_file(self.root, self.path)
-        before = FileStat.of(os.fstat(descriptor.fileno()))
-        self._opened = descriptor, before
-        if before.size_bytes != self.size_bytes:
-            raise self._refusal("changed size while the checkpoint was read")
-        os.posix_fadvise(descriptor.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-    def read(self, piece: Piece, *, wait: bool = True) -> Piece:
-        """Fill the piece with the file's next bytes; TrustError where the file ends before they do.
-
-        Without `wait`, what is not in the page cache stays unread: returns the part of the piece that is still to fill.
-        """
-        descriptor, _ = self._open_now()
-        rest = [view for view in piece if view.nbytes]
-        while rest:
-            try:
-                count = os.preadv(descriptor.fileno(), rest[:_IOV_MAX], self.position, 0 if wait else os.RWF_NOWAIT)
-            except OSError as error:
-                if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
-                    break
-                raise os_refusal(error, f"read {self.root.path / self.path}") from error
-            if count == 0:
-                raise self._refusal("was cut short while it was read")
-            self.position += count
-            rest = _beyond(rest, count)
-        return rest
-
-    def hash(self, piece: Sequence[memoryview | bytes]) -> None:
-        """Take the piece into the digest."""
-        for view in piece:
-            self._hasher.update(view)
-
-    def finish(self) -> None:
-        """Check that the file is still as it was, settle its digest, check that too, and close."""
-        descriptor, before = self._open_now()
-        differing = before.differing(FileStat.of(os.fstat(descriptor.fileno())))
-        self.close()
-        if differing:
-            raise self._refusal(f"changed while it was read ({', '.join(differing)})")
-        digest = self._hasher.hexdigest()
-        if self._expected is not None and digest != self._expected:
-            raise TrustError(
-                f"checkpoint {self.root}: {self.path} is not the file that was signed or pinned: "
-                f"its digest is {digest[:16]}..., not {self._expected[:16]}..."
-            )
-        self.outcome = Hashed(digest, before)
-
-    def close(self) -> None:
-        """Give the descriptor back, if there is one."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened[0].close()
-
-    def _open_now(self) -> tuple[Descriptor, FileStat]:
-        if self._opened is None:
-            raise ValueError(f"{self.path}: not open")
-        return self._opened
-
-    def _refusal(self, what: str) -> TrustError:
-        hint = "try again when nothing writes to the checkpoint any more"
-        return TrustError(f"checkpoint {self.root}: {self.path} {what}", hint=hint)
 
 
 def make_streams(
@@ -378,12 +256,3 @@ class _Work:
             with self._changed:
                 scratch = self._spare.pop() if self._spare else bytearray(PIECE_BYTES)
         return [memoryview(scratch)], scratch
-
-
-def _beyond(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the views after their first `count` bytes."""
-    for index, view in enumerate(views):
-        if count < view.nbytes:
-            return [view[count:], *views[index + 1 :]]
-        count -= view.nbytes
-    return []
