@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from appliance.descriptors import Descriptor
@@ -123,7 +123,7 @@ class Notifier:
             self.send(assignments, timeout_s=0.0)
 
 
-def take_listen_descriptors(environ: dict[str, str]) -> list[Named]:
+def take_listen_descriptors(environ: MutableMapping[str, str]) -> list[Named]:
     """Return what the service manager kept for us, in the order it hands them over, and forget the variables.
 
     Empty where they were meant for another process. The caller closes them.

@@ -1,5 +1,6 @@
 """The keeper's HTTP side: `/health` for probes and `/metrics` for Prometheus. Numbers are derived at each scrape."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +12,15 @@ from prometheus_client.registry import Collector
 from appliance.errors import HostError
 from appliance.keeper.holdings import Holdings, State
 
+SHUTDOWN_TIMEOUT_S = 2.0
+
 
 class HoldingsCollector(Collector):
     """Prometheus metrics of one model's holdings."""
 
-    def __init__(self, holdings: Holdings, *, model: str, refusals: Callable[[], int]) -> None:
+    def __init__(self, holdings: Holdings, *, model: str) -> None:
         self._holdings = holdings
         self._model = model
-        self._refusals = refusals
 
     def collect(self) -> Iterator[Metric]:
         holdings, labels = self._holdings, ["model", "role", "rank", "device"]
@@ -36,7 +38,10 @@ class HoldingsCollector(Collector):
         yield _gauge("appliance_resident", "1 when every shard is resident", self._model, float(resident))
         yield _gauge("appliance_leases", "Processes that have a shard mapped", self._model, len(holdings.leases))
         yield _gauge(
-            "appliance_checkpoint_refused", "1 while the checkpoint on disk is refused", self._model, self._refusals()
+            "appliance_checkpoint_refused",
+            "1 while the checkpoint on disk is refused",
+            self._model,
+            float(bool(holdings.refusal)),
         )
         verdicts = CounterMetricFamily(
             "appliance_attach", "Attempts to get weights", labels=["model", "verdict", "reason"]
@@ -65,18 +70,20 @@ def make_app(
     return app
 
 
-async def start(app: web.Application, *, host: str, port: int) -> web.AppRunner:
-    """Listen and return the runner to clean up; HostError where the port is taken."""
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+async def serve(app: web.Application, *, host: str, port: int, listening: asyncio.Event) -> None:
+    """Serve until cancelled; the event is set once it listens. HostError where the port is taken."""
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
+        listening.set()
+        await asyncio.get_running_loop().create_future()
     except OSError as error:
-        await runner.cleanup()
         raise HostError(
             f"health: cannot listen on {host}:{port}: {error.strerror or error}", hint="set another health.port"
         ) from error
-    return runner
+    finally:
+        await runner.cleanup()
 
 
 def _gauge(name: str, text: str, model: str, value: float) -> Metric:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -49,10 +49,15 @@ class Lease:
 
 
 class Holdings:
-    """The slots of one model. Shards put in are owned here until they are taken out."""
+    """The slots of one model. Shards put in are owned here until they are taken out.
+
+    `progress` is what goes on now, `trouble` what went wrong last, `refusal` why the checkpoint on disk may not be
+    loaded. After an eviction nothing is loaded until somebody donates: the operator wants the memory.
+    """
 
     def __init__(self) -> None:
-        self._shards: dict[SlotKey, Shard | None] = {}
+        self._slots: dict[SlotKey, Slot] = {}
+        self._shards: dict[SlotKey, Shard] = {}
         self._donors: dict[SlotKey, object] = {}
         self._changed = asyncio.Event()
         self.leases: set[Lease] = set()
@@ -60,31 +65,51 @@ class Holdings:
         self.verdict_counts: Counter[tuple[str, str]] = Counter()
         self.progress = ""
         self.trouble = ""
+        self.refusal = ""
+        self.evicted = False
 
     def lay_out(self, slots: Iterable[Slot]) -> None:
-        """Set which slots there are; called once, before anything is put in."""
-        self._shards = {slot.key: None for slot in slots}
+        """Set which slots there are. What is in one that stays, stays; ValueError where a filled one would go."""
+        laid_out = {slot.key: slot for slot in slots}
+        if homeless := self._shards.keys() - laid_out.keys():
+            raise ValueError(f"slots {sorted(homeless)} are filled")
+        self._slots = laid_out
+        self.touch()
 
     @property
     def state(self) -> State:
-        if self._shards and all(self._shards.values()):
+        if self._slots and not self.missing:
             return State.RESIDENT
-        return State.LOADING if self._donors else State.EMPTY
+        return State.LOADING if self.loading else State.EMPTY
+
+    @property
+    def loading(self) -> bool:
+        """Whether somebody fills a slot, or is about to."""
+        return bool(self._donors or self.progress)
 
     @property
     def slot_keys(self) -> set[SlotKey]:
-        return set(self._shards)
+        return set(self._slots)
 
     @property
     def missing(self) -> list[SlotKey]:
-        return [key for key, shard in self._shards.items() if shard is None]
+        return [key for key in self._slots if key not in self._shards]
+
+    @property
+    def unattended(self) -> list[SlotKey]:
+        """Missing slots that nobody fills, though somebody should."""
+        return [] if self.evicted else [key for key in self.missing if key not in self._donors]
 
     @property
     def size_bytes(self) -> int:
         return sum(shard.record.size_bytes for shard in self.shards())
 
+    def device(self, key: SlotKey) -> str:
+        """Return the device that a slot's weights live on. KeyError where there is no such slot."""
+        return self._slots[key].device
+
     def shards(self) -> Iterator[Shard]:
-        return (shard for shard in self._shards.values() if shard is not None)
+        return iter(self._shards.values())
 
     def shard(self, key: SlotKey) -> Shard | None:
         return self._shards.get(key)
@@ -94,15 +119,18 @@ class Holdings:
 
     def put(self, shard: Shard) -> None:
         """Fill an empty slot. KeyError where there is no such slot, ValueError where it is filled."""
-        if self._shards[shard.slot] is not None:
+        if self._slots[shard.slot].key in self._shards:
             raise ValueError(f"slot {shard.slot} is filled")
         self._shards[shard.slot] = shard
+        self.evicted = False
         self.progress = ""
+        if not self.missing:
+            self.trouble = ""
         self.touch()
 
     def take(self, key: SlotKey) -> Shard | None:
         """Empty a slot; the caller owns what was in it."""
-        shard, self._shards[key] = self._shards[key], None
+        shard = self._shards.pop(key, None)
         self.touch()
         return shard
 
@@ -113,16 +141,29 @@ class Holdings:
         """Return whoever fills this slot now."""
         return self._donors.get(key)
 
+    def is_donor(self, donor: object) -> bool:
+        return any(filling is donor for filling in self._donors.values())
+
     def set_donor(self, key: SlotKey, donor: object) -> None:
         self._donors[key] = donor
         self.touch()
+
+    def end_donation(self, key: SlotKey) -> None:
+        """Nobody fills this slot any more."""
+        if self._donors.pop(key, None) is not None:
+            self._without_donors()
 
     def forget_donor(self, donor: object) -> None:
         """Let go of every slot that this donor was filling."""
         if gone := [key for key, filling in self._donors.items() if filling is donor]:
             for key in gone:
                 del self._donors[key]
-            self.touch()
+            self._without_donors()
+
+    def forget_donors(self) -> None:
+        """Take every grant back."""
+        self._donors.clear()
+        self._without_donors()
 
     def judge(self, verdict: Verdict, *, client: str) -> None:
         """Remember a verdict for status and metrics."""
@@ -135,6 +176,12 @@ class Holdings:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def changed(self) -> None:
-        """Return after the next change."""
-        await self._changed.wait()
+    def changed(self) -> Awaitable[Any]:
+        """Return what can be awaited for the next change after this call, whenever the waiting itself begins."""
+        return self._changed.wait()
+
+    def _without_donors(self) -> None:
+        # What a donor said last is no longer so.
+        if not self._donors:
+            self.progress = ""
+        self.touch()

@@ -2,28 +2,29 @@
 
 import asyncio
 import contextlib
-import fcntl
-import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from appliance import fingerprint
-from appliance.descriptors import Descriptor
-from appliance.errors import ApplianceError, HostError, ResourceError
-from appliance.events import ERROR, event
+from appliance.errors import ApplianceError, HostError
+from appliance.events import ERROR, WARNING, event
 from appliance.fingerprint import Fingerprint
 from appliance.keeper import health, loading
 from appliance.keeper import settings as planned
-from appliance.keeper.custody import Custody
+from appliance.keeper.answers import Answers
+from appliance.keeper.custody import Adopted, Custody
 from appliance.keeper.holdings import Holdings, State
-from appliance.keeper.server import KeeperServer, listen
-from appliance.keeper.settings import ChildError, KeeperSettings, Refusal
+from appliance.keeper.runtime import listen, locked
+from appliance.keeper.server import KeeperServer
+from appliance.keeper.settings import ChildError, KeeperSettings
 from appliance.keeper.shard import Shard
+from appliance.keeper.start import Start, plan
+from appliance.keeper.status import root_digest, status
 from appliance.notify import Named, Notifier
 
 START_EXTENSION_S = 120.0
+HEALTH_RETRY_S = 5.0
 
 
 class Keeper:
@@ -35,214 +36,210 @@ class Keeper:
         self._notifier = notifier
         self._custody = Custody(notifier)
         self._holdings = Holdings()
-        self._refusal: Refusal | None = None
+        # What may be donated; None until it is settled that it may replace what is held.
+        self._target: Fingerprint | None = None
+        self._ready = False
 
     async def run(self, given: Sequence[Named]) -> None:
         """Serve until SIGTERM. Ends with an ApplianceError only where it holds nothing that could go on."""
-        adopted = self._custody.adopt(given)
-        settings = await self._settings(adopted.settings, holds_shards=bool(adopted.shards))
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        with _lock(settings.runtime), contextlib.closing(listen(settings.socket_path, gid=settings.gid)) as listener:
-            self._holdings.lay_out(settings.slots)
-            foreign = self._put_back(adopted.shards, settings)
-            server = KeeperServer(
+        try:
+            await _first_end(self._live(given), self._ask_for_time(), stop.wait())
+        finally:
+            self._notifier.stopping("stopping")
+
+    async def _live(self, given: Sequence[Named]) -> None:
+        adopted = self._custody.adopt(given)
+        last = _decoded(adopted)
+        settings = await self._settings(last, holds_shards=bool(adopted.shards))
+        with (
+            locked(settings.runtime, gid=settings.gid),
+            contextlib.closing(listen(settings.socket_path, gid=settings.gid)) as listener,
+        ):
+            start = plan(adopted.shards, settings=settings, last=last, refused=bool(self._holdings.refusal))
+            self._take_back(start)
+            answers = Answers(
                 self._holdings,
                 self._custody,
                 model=self._model,
-                gid=settings.gid,
-                target=lambda: settings.target,
+                target=lambda: self._target,
                 status=lambda: self._status(settings),
             )
-            runner = await self._start_health(settings)
-            tasks = {
-                asyncio.create_task(server.serve(listener)),
-                asyncio.create_task(self._become_resident(settings, foreign)),
-                asyncio.create_task(self._tell_progress()),
-                asyncio.create_task(self._feed_watchdog()),
-                asyncio.create_task(stop.wait()),
-            }
-            try:
-                await _first_end(tasks)
-            finally:
-                self._notifier.stopping("stopping")
-                if runner is not None:
-                    await runner.cleanup()
+            server = KeeperServer(self._holdings, answers, model=self._model, gid=settings.gid)
+            health_tried = asyncio.Event()
+            await _first_end(
+                server.serve(listener),
+                self._serve_health(settings, health_tried),
+                self._become_resident(settings, start.foreign, health_tried),
+                self._tell_progress(),
+                self._feed_watchdog(),
+            )
 
-    async def _settings(self, stored: bytes | None, *, holds_shards: bool) -> KeeperSettings:
+    async def _settings(self, last: KeeperSettings | None, *, holds_shards: bool) -> KeeperSettings:
         try:
-            settings = await planned.obtain(self._manifest, self._model)
+            settings = await planned.obtain(self._manifest, self._model, on_progress=self._progress)
         except ApplianceError as error:
-            if stored is None or not holds_shards:
+            if last is None or not holds_shards:
                 raise
             # What is resident outlives a manifest that somebody broke meanwhile.
-            settings = planned.decode(stored)
-            self._refuse(Refusal(f"{self._manifest} cannot be used: {error}", error.exit_status))
-            return settings
+            self._refuse(f"{self._manifest} cannot be used: {error}")
+            return last
+        finally:
+            self._progress("")
         if settings.refusal is not None:
             if not holds_shards:
                 raise ChildError(settings.refusal.detail, exit_status=settings.refusal.exit_status)
-            self._refuse(settings.refusal)
-        else:
-            self._custody.store_settings(settings.raw)
+            self._refuse(settings.refusal.detail)
         return settings
 
-    def _put_back(self, shards: Sequence[Shard], settings: KeeperSettings) -> list[Shard]:
-        """Fill slots with what was adopted; return the shards that the target no longer wants, served meanwhile."""
-        foreign = []
-        # Where two fit one slot, the one of the target wins.
-        for shard in sorted(shards, key=lambda shard: shard.record.target != settings.target):
-            slot = next((slot for slot in settings.slots if slot.key == shard.slot), None)
-            if slot is None or slot.device != shard.record.device or self._holdings.shard(shard.slot) is not None:
-                event(f"freeing {shard.record.role} rank {shard.record.rank}: no slot for it", model=self._model)
-                self._custody.drop(shard)
-                continue
+    def _take_back(self, start: Start) -> None:
+        for shard in start.drop:
+            event(f"freeing {shard.record.role} rank {shard.record.rank}: its slot is taken", model=self._model)
+        self._custody.drop(*start.drop)
+        self._holdings.lay_out(start.slots)
+        for shard in start.keep:
             self._holdings.put(shard)
-            if settings.target is not None and shard.record.target != settings.target and self._refusal is None:
-                foreign.append(shard)
-        if held := list(self._holdings.shards()):
+        if start.keep:
             event(
-                f"took back {len(held)} shards, {self._holdings.size_bytes} bytes",
+                f"took back {len(start.keep)} shards, {self._holdings.size_bytes} bytes",
                 model=self._model,
-                root_digest=held[0].record.fingerprint.root_digest,
+                root_digest=root_digest(self._holdings),
             )
-        return foreign
 
-    async def _become_resident(self, settings: KeeperSettings, foreign: Sequence[Shard]) -> None:
+    async def _become_resident(
+        self, settings: KeeperSettings, foreign: Sequence[Shard], health_tried: asyncio.Event
+    ) -> None:
         """Swap what is foreign once the new checkpoint is verified, load what is missing, say READY=1, and stay."""
+        await health_tried.wait()
         if foreign:
-            await self._replace(settings.target, foreign)
-        if self._holdings.missing:
-            try:
-                if self._refusal is not None:
-                    raise ChildError(self._refusal.detail, exit_status=self._refusal.exit_status)
-                await loading.fill(self._holdings, settings.loader, model=self._model)
-            except ChildError as error:
-                if not list(self._holdings.shards()):
-                    raise
-                self._refuse(Refusal(error.message, error.exit_status))
-        if not self._holdings.missing:
-            self._notifier.ready(self._summary())
-        event(self._summary(), model=self._model, root_digest=self._root_digest())
+            await self._replace(settings, foreign)
+        if not self._holdings.refusal:
+            self._target = settings.target
+            self._custody.store_settings(settings.raw)
         while True:
+            if self._holdings.unattended and not self._holdings.refusal:
+                await self._fill(settings)
+            if not self._holdings.missing and not self._ready:
+                self._ready = True
+                self._notifier.ready(self._summary())
+                event(self._summary(), model=self._model, root_digest=root_digest(self._holdings))
+            elif self._ready:
+                self._notifier.status(self._summary())
             await self._holdings.changed()
-            self._notifier.status(self._summary())
 
-    async def _replace(self, target: Fingerprint | None, foreign: Sequence[Shard]) -> None:
-        for difference in () if target is None else target.differences(foreign[0].record.target):
-            event(f"resident weights are of another target: {difference}", model=self._model)
-        self._holdings.progress = "verifying the new checkpoint before the old weights go"
-        self._holdings.touch()
-        refusal = await planned.verify(self._manifest, self._model)
-        self._holdings.progress = ""
-        if refusal is not None:
-            self._refuse(refusal)
+    async def _replace(self, settings: KeeperSettings, foreign: Sequence[Shard]) -> None:
+        """Free what is foreign and lay out the new slots; or refuse the new checkpoint, and nothing changes."""
+        if settings.target is not None:
+            for difference in settings.target.differences(foreign[0].record.target):
+                event(f"resident weights are of another target: {difference}", model=self._model)
+        self._progress("verifying the new checkpoint before the old weights go")
+        try:
+            verified = await planned.verify(self._manifest, self._model, on_progress=self._progress)
+        except ApplianceError as error:
+            self._refuse(f"the new checkpoint could not be verified: {error}")
             return
-        for shard in foreign:
-            if (taken := self._holdings.take(shard.slot)) is not None:
-                self._custody.drop(taken)
+        finally:
+            self._progress("")
+        if verified.refusal is not None:
+            self._refuse(verified.refusal.detail)
+            return
+        if verified.target != settings.target:
+            self._refuse("the checkpoint or the manifest changed while it was verified: restart this keeper")
+            return
+        taken = [shard for shard in foreign if self._holdings.take(shard.slot) is not None]
+        self._holdings.lay_out(settings.slots)
+        await asyncio.to_thread(self._custody.drop, *taken)
 
-    def _refuse(self, refusal: Refusal) -> None:
-        self._refusal = refusal
-        self._holdings.trouble = refusal.detail
+    async def _fill(self, settings: KeeperSettings) -> None:
+        try:
+            await loading.fill(self._holdings, settings.loader, model=self._model)
+        except ChildError as error:
+            if not self._ready and not list(self._holdings.shards()):
+                raise
+            self._refuse(error.message)
+
+    def _refuse(self, detail: str) -> None:
+        self._target = None
+        self._holdings.refusal = detail
+        self._holdings.touch()
         event(
-            f"checkpoint refused, keeping what is resident: {refusal.detail}",
+            f"checkpoint refused, keeping what is resident: {detail}",
             priority=ERROR,
             model=self._model,
             verdict="refused",
             reason="checkpoint_refused",
         )
 
+    def _progress(self, text: str) -> None:
+        self._holdings.progress = text
+        self._holdings.touch()
+
     async def _tell_progress(self) -> None:
         told = ""
         while True:
-            await self._holdings.changed()
-            if (text := self._holdings.progress) and text != told:
-                told = text
+            if (text := self._holdings.progress or self._holdings.trouble) != told and text and not self._ready:
                 self._notifier.status(text)
+            told = text
+            await self._holdings.changed()
+
+    async def _ask_for_time(self) -> None:
+        # Hashing, loading and waiting for a disk to come back take what they take; a hang is the watchdog's to find.
+        while True:
+            if not self._ready:
                 self._notifier.extend_timeout(START_EXTENSION_S)
+            await asyncio.sleep(START_EXTENSION_S / 4)
 
     async def _feed_watchdog(self) -> None:
         while True:
             self._notifier.watchdog()
             await asyncio.sleep((self._notifier.watchdog_s or 3600.0) / 3)
 
-    async def _start_health(self, settings: KeeperSettings) -> Any:
+    async def _serve_health(self, settings: KeeperSettings, tried: asyncio.Event) -> None:
         if settings.health is None:
-            return None
-        collector = health.HoldingsCollector(
-            self._holdings, model=self._model, refusals=lambda: int(self._refusal is not None)
-        )
-        app = health.make_app(
-            collector, lambda: self._status(settings), ready=lambda: self._holdings.state is State.RESIDENT
-        )
-        return await health.start(app, host=settings.health[0], port=settings.health[1])
+            tried.set()
+            await asyncio.get_running_loop().create_future()
+            return
+        host, port = settings.health
+        collector = health.HoldingsCollector(self._holdings, model=self._model)
+        while True:
+            app = health.make_app(
+                collector, lambda: self._status(settings), ready=lambda: self._holdings.state is State.RESIDENT
+            )
+            try:
+                await health.serve(app, host=host, port=port, listening=tried)
+            except HostError as error:
+                # Weights are worth more than the port: somebody else may give it back.
+                if not list(self._holdings.shards()):
+                    raise
+                if not tried.is_set():
+                    event(f"{error}; trying again", priority=WARNING, model=self._model)
+                tried.set()
+            await asyncio.sleep(HEALTH_RETRY_S)
 
     def _summary(self) -> str:
         state = f"{self._holdings.state}: {self._holdings.size_bytes} bytes, {len(self._holdings.leases)} leases"
-        return f"{state}; checkpoint refused: {self._refusal.detail}" if self._refusal is not None else state
-
-    def _root_digest(self) -> str:
-        return next((shard.record.fingerprint.root_digest for shard in self._holdings.shards()), "")
+        return f"{state}; checkpoint refused: {self._holdings.refusal}" if self._holdings.refusal else state
 
     def _status(self, settings: KeeperSettings) -> dict[str, Any]:
-        holdings = self._holdings
-        return {
-            "model": self._model,
-            "state": str(holdings.state),
-            "pid": os.getpid(),
-            "progress": holdings.progress,
-            "trouble": holdings.trouble,
-            "refused": self._refusal is not None,
-            "root_digest": self._root_digest(),
-            "target_root_digest": _target_root(settings.target),
-            "signer": next((shard.record.signer for shard in holdings.shards()), settings.signer),
-            "size_bytes": holdings.size_bytes,
-            "shards": [
-                {
-                    "role": shard.record.role,
-                    "rank": shard.record.rank,
-                    "device": shard.record.device,
-                    "shard_id": shard.record.shard_id,
-                    "size_bytes": shard.record.size_bytes,
-                    "slabs": len(shard.slabs),
-                    "phases_s": dict(shard.record.phases_s),
-                }
-                for shard in holdings.shards()
-            ],
-            "leases": [lease.to_json() for lease in sorted(holdings.leases, key=lambda lease: lease.since)],
-            "verdicts": list(holdings.verdicts)[-5:],
-        }
+        return status(self._holdings, model=self._model, target=settings.target, signer=settings.signer)
 
 
-def _target_root(target: Fingerprint | None) -> str:
-    return "" if target is None else target.get(fingerprint.ROOT_DIGEST)
-
-
-@contextlib.contextmanager
-def _lock(runtime: Path) -> Any:
-    """Hold the model's runtime directory; ResourceError naming the process that has it."""
-    path = runtime / "keeper.lock"
+def _decoded(adopted: Adopted) -> KeeperSettings | None:
+    if adopted.settings is None:
+        return None
     try:
-        runtime.mkdir(mode=0o750, parents=True, exist_ok=True)
-        lock = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
-    except OSError as error:
-        raise HostError(f"cannot use {path}: {error.strerror}", hint="who owns the runtime directory?") from error
-    with lock:
-        try:
-            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(lock.fileno(), 32, 0).decode(errors="replace").strip()
-            raise ResourceError(f"another keeper (pid {holder or 'unknown'}) serves {runtime}") from error
-        os.ftruncate(lock.fileno(), 0)
-        os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0)
-        yield
+        return planned.decode(adopted.settings)
+    except ApplianceError as error:
+        event(f"stored settings are of no use: {error}", priority=WARNING)
+        return None
 
 
-async def _first_end(tasks: set["asyncio.Task[Any]"]) -> None:
+async def _first_end(*parts: Coroutine[Any, Any, Any]) -> None:
     """Return when one of them returns, raise when one raises; the others are cancelled and waited for."""
+    tasks = [asyncio.create_task(part) for part in parts]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

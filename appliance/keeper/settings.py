@@ -5,8 +5,10 @@ reads only this JSON.
 """
 
 import asyncio
+import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from appliance.errors import ApplianceError, HostError
 from appliance.fingerprint import Fingerprint
 
 CHILD_TIMEOUT_S = 60.0
+MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,14 @@ class ChildError(ApplianceError):
         self.exit_status = exit_status
 
 
-async def obtain(manifest: Path, model: str) -> KeeperSettings:
+async def obtain(manifest: Path, model: str, *, on_progress: Callable[[str], None]) -> KeeperSettings:
     """Run the child and return its answer; ChildError with the child's own status where the manifest is broken."""
-    return decode(await _child(manifest, model, timeout_s=CHILD_TIMEOUT_S))
+    return decode(await _child(manifest, model, timeout_s=CHILD_TIMEOUT_S, on_progress=on_progress))
 
 
-async def verify(manifest: Path, model: str) -> Refusal | None:
-    """Have every file of the checkpoint on disk hashed; None when all is as signed or pinned."""
-    settings = decode(await _child(manifest, model, "--verify", timeout_s=None))
-    return settings.refusal
+async def verify(manifest: Path, model: str, *, on_progress: Callable[[str], None]) -> KeeperSettings:
+    """Have every file of the checkpoint on disk hashed; the answer's refusal says what is not as signed or pinned."""
+    return decode(await _child(manifest, model, "--verify", timeout_s=None, on_progress=on_progress))
 
 
 def decode(data: bytes) -> KeeperSettings:
@@ -102,19 +104,41 @@ def _from_json(body: Any, raw: bytes) -> KeeperSettings:
     )
 
 
-async def _child(manifest: Path, model: str, *options: str, timeout_s: float | None) -> bytes:
+async def _child(
+    manifest: Path, model: str, *options: str, timeout_s: float | None, on_progress: Callable[[str], None]
+) -> bytes:
     argv = [sys.executable, "-m", "appliance.target", "--manifest", str(manifest), "--model", model, *options]
-    child = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
-    )
     try:
-        output, _ = await asyncio.wait_for(child.communicate(), timeout_s)
+        child = await asyncio.create_subprocess_exec(
+            *argv, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, limit=MAX_LINE_BYTES
+        )
+    except OSError as error:
+        raise HostError(f"cannot start {sys.executable}: {error.strerror}") from error
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await _last_line(child, on_progress)
+            await child.wait()
     except TimeoutError as error:
         raise HostError(f"reading the manifest took more than {timeout_s} s") from error
     finally:
         if child.returncode is None:
-            child.kill()
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
             await child.wait()
     if child.returncode:
         raise ChildError(f"model {model!r} cannot be planned", exit_status=max(child.returncode, 1))
-    return output
+    return answer
+
+
+async def _last_line(child: asyncio.subprocess.Process, on_progress: Callable[[str], None]) -> bytes:
+    answer = b""
+    assert child.stdout is not None  # noqa: S101
+    try:
+        async for line in child.stdout:
+            if line.startswith(b"progress "):
+                on_progress(line.decode(errors="replace").removeprefix("progress ").strip())
+            else:
+                answer = line
+    except ValueError as error:  # longer than the stream may buffer
+        raise HostError(f"the child's answer is longer than {MAX_LINE_BYTES} bytes") from error
+    return answer

@@ -1,0 +1,283 @@
+"""What a keeper answers to each message of a client: who may attach, fill a slot, evict, and why not."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from appliance import wire
+from appliance.errors import HostError, PeerError, ResourceError
+from appliance.events import INFO, WARNING, event
+from appliance.fingerprint import Fingerprint
+from appliance.keeper.connection import Connection, RefuseError
+from appliance.keeper.custody import Custody
+from appliance.keeper.holdings import Holdings, Lease, SlotKey
+from appliance.keeper.shard import Shard, checked
+from appliance.lines import printable
+from appliance.verdict import Outcome, Reason, Verdict, refused
+
+MAX_WAIT_S = 7 * 24 * 3600.0
+MAX_CLIENT_CHARS = 100
+MAX_TEXT_CHARS = 200
+MAX_PHASES = 40
+
+
+class Answers:
+    """Answers for one model's holdings. `target` is None while nothing may be donated."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        custody: Custody,
+        *,
+        model: str,
+        target: Callable[[], Fingerprint | None],
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._holdings = holdings
+        self._custody = custody
+        self._model = model
+        self._target = target
+        self._status = status
+        self._storing: set[str] = set()
+
+    async def answer(self, connection: Connection, packet: wire.Packet) -> None:
+        """Do what a message asks. RefuseError is the answer no; PeerError ends the connection."""
+        match packet.message:
+            case wire.Status():
+                connection.send(wire.StatusReply(status=self._status()))
+            case wire.Describe() as asked:
+                await self._describe(connection, asked)
+            case wire.Attach() as asked:
+                self._attach(connection, asked)
+            case wire.Renew() as asked:
+                self._renew(connection, asked)
+            case wire.Offer() as asked:
+                await self._offer(connection, asked)
+            case wire.Progress() as said:
+                self._progress(connection, said)
+            case wire.Donate():
+                await self._donate(connection, packet)
+            case wire.Report() as said:
+                self._report(connection, said)
+            case wire.Evict() as asked:
+                await self._evict(connection, asked)
+            case other:
+                packet.close()
+                raise PeerError(f"{other.op!r} is nothing a client says")
+
+    def forget(self, connection: Connection) -> None:
+        """End the leases and the grants of a connection that is closed."""
+        self._holdings.forget_donor(connection)
+        if connection.leases:
+            self._holdings.leases -= connection.leases
+            event(f"lease ended: {connection.client}", model=self._model, pid=connection.peer.pid)
+            self._holdings.touch()
+
+    async def _describe(self, connection: Connection, asked: wire.Describe) -> None:
+        key = self._slot(asked.role, asked.rank)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(max(asked.wait_s, 0.0), MAX_WAIT_S)
+        told = ""
+        while (shard := self._holdings.shard(key)) is None:
+            # Nothing will come while the checkpoint is refused.
+            if self._holdings.refusal or loop.time() >= deadline:
+                raise RefuseError(self._why_not_resident())
+            if (text := self._holdings.progress or self._holdings.trouble) != told:
+                told = text
+                connection.send(wire.Progress(text=text[:MAX_TEXT_CHARS]))
+            with connection.stirring() as stirred:
+                change = asyncio.ensure_future(self._holdings.changed())
+                try:
+                    await asyncio.wait(
+                        {stirred, change}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    change.cancel()
+                if stirred.done():
+                    raise PeerError(f"{connection.client} went away or spoke while it waited")
+        connection.described = True
+        connection.send(wire.Described(shard_id=shard.record.shard_id), [shard.held, shard.configs])
+
+    def _attach(self, connection: Connection, asked: wire.Attach) -> None:
+        _name(connection, asked.client)
+        shard = self._holdings.shard(self._slot(asked.role, asked.rank))
+        if shard is None:
+            verdict = self._why_not_resident()
+        else:
+            fields = Fingerprint.from_json(asked.fingerprint).differences(shard.record.fingerprint)
+            verdict = refused(Reason.FINGERPRINT_DIFFERS, fields=fields) if fields else Verdict(Outcome.HIT)
+        self._judge(connection, verdict)
+        if shard is None or verdict.outcome is not Outcome.HIT:
+            raise RefuseError(verdict)
+        connection.send(wire.Attached(shard_id=shard.record.shard_id), shard.slabs)
+        self._lease(connection, shard, Outcome.HIT)
+
+    def _renew(self, connection: Connection, asked: wire.Renew) -> None:
+        _name(connection, asked.client)
+        shard = self._holdings.shard_of_id(asked.shard_id)
+        if shard is None:
+            raise RefuseError(
+                refused(Reason.UNKNOWN_SHARD, "these weights are no longer held; running engines keep them")
+            )
+        connection.send(wire.Renewed())
+        self._lease(connection, shard, Outcome.HIT)
+        event(f"lease renewed: {connection.client}", model=self._model, pid=connection.peer.pid)
+
+    async def _offer(self, connection: Connection, asked: wire.Offer) -> None:
+        _name(connection, asked.client)
+        key = self._slot(asked.role, asked.rank)
+        _only_owner(connection, "fill a slot")
+        if self._holdings.donor(key) not in (None, connection):
+            raise RefuseError(refused(Reason.LOADING, "another process is loading these weights"))
+        target = self._target()
+        if target is None:
+            raise RefuseError(self._why_not_resident())
+        if fields := Fingerprint.from_json(asked.target).differences(target):
+            raise RefuseError(refused(Reason.TARGET_DIFFERS, "this keeper is for other weights", fields=fields))
+        shard = self._holdings.shard(key)
+        if shard is not None:
+            if not asked.replace:
+                raise RefuseError(refused(Reason.OCCUPIED, "these weights are resident"))
+            if leases := self._holdings.leased(shard):
+                raise RefuseError(refused(Reason.LEASED, f"in use by {leases[0].client} (pid {leases[0].pid})"))
+            self._holdings.take(key)
+        self._holdings.set_donor(key, connection)
+        if shard is not None:
+            await asyncio.to_thread(self._custody.drop, shard)
+        connection.send(wire.Granted())
+
+    def _progress(self, connection: Connection, said: wire.Progress) -> None:
+        # Its grant may have been taken back an instant ago, so this is no error.
+        if self._holdings.is_donor(connection):
+            self._holdings.progress = printable(said.text[:MAX_TEXT_CHARS])
+            self._holdings.touch()
+
+    async def _donate(self, connection: Connection, packet: wire.Packet) -> None:
+        try:
+            shard = self._donation(connection, packet)
+        except PeerError as error:
+            packet.close()
+            if isinstance(error, RefuseError):
+                raise
+            raise RefuseError(refused(Reason.BAD_DONATION, str(error))) from error
+        await self._store(connection, shard)
+        self._holdings.end_donation(shard.slot)
+        self._holdings.put(shard)
+        self._judge(connection, Verdict(Outcome.DONATED), root_digest=shard.record.fingerprint.root_digest)
+        self._lease(connection, shard, Outcome.DONATED)
+        connection.send(wire.Donated(shard_id=shard.record.shard_id))
+
+    def _donation(self, connection: Connection, packet: wire.Packet) -> Shard:
+        """Return the shard of a donation; PeerError unless it is whole, was granted, and is of the target."""
+        # First: nobody else gets us to parse anything.
+        if not self._holdings.is_donor(connection):
+            raise PeerError("nobody granted this client to fill a slot")
+        held, configs, *slabs = packet.descriptors
+        shard = checked(held, configs, slabs)
+        record = shard.record
+        if self._holdings.donor(shard.slot) is not connection:
+            raise PeerError(f"nobody granted this client to fill {record.role} rank {record.rank}")
+        # The device decides how slabs are checked.
+        if record.device != (device := self._holdings.device(shard.slot)):
+            raise PeerError(f"{record.role} rank {record.rank} lives on {device}, not on {record.device}")
+        if self._holdings.shard_of_id(record.shard_id) is not None or record.shard_id in self._storing:
+            raise PeerError(f"shard {record.shard_id} is held already")
+        target = self._target()
+        if target is None or record.target != target:
+            fields = () if target is None else target.differences(record.target)
+            raise RefuseError(refused(Reason.TARGET_DIFFERS, "made for another target", fields=fields))
+        if fields := target.violations(record.fingerprint):
+            raise RefuseError(refused(Reason.TARGET_DIFFERS, "its fingerprint contradicts its target", fields=fields))
+        return shard
+
+    async def _store(self, connection: Connection, shard: Shard) -> None:
+        """Have the service manager keep a shard; RefuseError, nothing half-stored, where that fails."""
+        self._storing.add(shard.record.shard_id)
+        try:
+            await asyncio.to_thread(self._custody.store, shard)
+            if self._holdings.donor(shard.slot) is not connection:
+                raise ResourceError("the grant was taken back meanwhile")
+        except (ResourceError, HostError) as error:
+            await asyncio.to_thread(self._custody.drop, shard)
+            raise RefuseError(refused(Reason.BUSY, str(error))) from error
+        finally:
+            self._storing.discard(shard.record.shard_id)
+
+    def _report(self, connection: Connection, said: wire.Report) -> None:
+        if said.verdict not in set(Outcome):
+            raise PeerError(f"unknown verdict {said.verdict[:40]!r}")
+        for lease in connection.leases:
+            lease.phases_s = {name[:40]: seconds for name, seconds in list(said.phases_s.items())[:MAX_PHASES]}
+        if said.verdict == Outcome.REFUSED:
+            try:
+                reason = Reason(said.reason)
+            except ValueError as error:
+                raise PeerError(f"unknown reason {said.reason[:40]!r}") from error
+            self._judge(connection, refused(reason, printable(said.detail[:2000])))
+
+    async def _evict(self, connection: Connection, asked: wire.Evict) -> None:
+        _only_owner(connection, "evict")
+        if not asked.force:
+            if self._holdings.leases:
+                lease = min(self._holdings.leases, key=lambda lease: lease.since)
+                raise RefuseError(refused(Reason.LEASED, f"in use by {lease.client} (pid {lease.pid})"))
+            if self._holdings.loading:
+                raise RefuseError(refused(Reason.LOADING, self._holdings.progress or "a load is running"))
+        size_bytes = self._holdings.size_bytes
+        self._holdings.evicted = True
+        self._holdings.forget_donors()
+        shards = [shard for key in self._holdings.slot_keys if (shard := self._holdings.take(key)) is not None]
+        await asyncio.to_thread(self._custody.drop, *shards)
+        event(f"evicted {size_bytes} bytes", model=self._model)
+        connection.send(wire.Evicted(size_bytes=size_bytes))
+
+    def _lease(self, connection: Connection, shard: Shard, outcome: Outcome) -> None:
+        # One for each shard, however often a client asks for it.
+        if all(lease.shard_id != shard.record.shard_id for lease in connection.leases):
+            peer = connection.peer
+            lease = Lease(connection.client, peer.pid, peer.uid, shard.record.shard_id, outcome)
+            connection.leases.add(lease)
+            self._holdings.leases.add(lease)
+            self._holdings.touch()
+
+    def _judge(self, connection: Connection, verdict: Verdict, **fields: str) -> None:
+        self._holdings.judge(verdict, client=connection.client)
+        event(
+            f"attach by {connection.client}: {verdict}",
+            priority=WARNING if verdict.outcome is Outcome.REFUSED else INFO,
+            model=self._model,
+            pid=connection.peer.pid,
+            verdict=verdict.outcome,
+            reason=verdict.reason,
+            **fields,
+        )
+
+    def _why_not_resident(self) -> Verdict:
+        holdings = self._holdings
+        if holdings.refusal:
+            return refused(Reason.CHECKPOINT_REFUSED, holdings.refusal)
+        if holdings.loading:
+            return refused(Reason.LOADING, holdings.progress or "another process is loading these weights")
+        if holdings.evicted:
+            return refused(Reason.NOT_RESIDENT, "evicted by the operator")
+        if holdings.trouble:
+            return refused(Reason.LOADER_FAILED, holdings.trouble)
+        return refused(Reason.NOT_RESIDENT, "nothing is loaded yet")
+
+    def _slot(self, role: str, rank: int) -> SlotKey:
+        key = (role, rank)
+        if key not in self._holdings.slot_keys:
+            known = ", ".join(f"{name} rank {number}" for name, number in sorted(self._holdings.slot_keys))
+            detail = f"no {printable(role[:40])} rank {rank} here; there is {known}"
+            raise RefuseError(refused(Reason.NOT_RESIDENT, detail))
+        return key
+
+
+def _name(connection: Connection, client: str) -> None:
+    connection.client = printable(client[:MAX_CLIENT_CHARS])
+
+
+def _only_owner(connection: Connection, act: str) -> None:
+    if not connection.peer.is_owner:
+        detail = f"user {connection.peer.uid} may attach, but not {act}"
+        raise RefuseError(refused(Reason.NOT_PERMITTED, detail))
