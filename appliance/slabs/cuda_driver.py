@@ -207,7 +207,7 @@ class CudaKernel:
         self._module = module
         self._function = function
 
-    def launch(self, *arguments: "ctypes._SimpleCData[int]", blocks: int, threads: int, stream: int) -> None:
+    def launch(self, *arguments: ctypes.c_void_p | ctypes.c_ulonglong, blocks: int, threads: int, stream: int) -> None:
         """Queue one run on a stream (a cudaStream_t as an int), `threads` in each of `blocks`. Returns at once."""
         # The driver copies the values before it returns.
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
