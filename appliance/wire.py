@@ -8,6 +8,7 @@ import dataclasses
 import json
 import socket
 import typing
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ from appliance.errors import PeerError
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 253  # what Linux passes in one message (SCM_MAX_FD)
+
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 
 _MESSAGES: dict[str, "type[Message]"] = {}
 
@@ -191,8 +194,8 @@ class Packet:
 
 def send(channel: socket.socket, message: Message, descriptors: Iterable[Descriptor] = ()) -> None:
     """Send one packet. The descriptors stay with the caller. OSError as the kernel gives it."""
-    fds = [descriptor.fileno() for descriptor in descriptors]
-    socket.send_fds(channel, [encode(message)], fds)
+    fds = array("i", [descriptor.fileno() for descriptor in descriptors])
+    channel.sendmsg([encode(message)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [])
 
 
 def receive(channel: socket.socket) -> Packet | None:
@@ -200,8 +203,9 @@ def receive(channel: socket.socket) -> Packet | None:
 
     BlockingIOError where the socket is non-blocking and empty.
     """
-    data, fds, flags, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    descriptors = tuple(map(Descriptor, fds))
+    # Not socket.recv_fds: it forgets the flags, and the descriptors would outlive an exec.
+    data, ancillary, flags, _ = channel.recvmsg(MAX_MESSAGE_BYTES + 1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    descriptors = _descriptors(ancillary)
     try:
         if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE_BYTES:
             raise PeerError(f"message of more than {MAX_MESSAGE_BYTES} bytes")
@@ -256,6 +260,14 @@ def decode(data: bytes) -> Message:
         if types[name] is float:
             body[name] = float(body[name])
     return kind(**body)
+
+
+def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[Descriptor, ...]:
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return tuple(map(Descriptor, fds))
 
 
 def _fits(value: Any, kind: Any) -> bool:

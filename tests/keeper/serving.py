@@ -1,0 +1,168 @@
+"""A keeper's server in a thread of the test's process, with a real socket and a real service manager's socket."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from appliance import wire
+from appliance.client import KeeperClient
+from appliance.fingerprint import Fingerprint
+from appliance.keeper.answers import Answers
+from appliance.keeper.custody import Custody
+from appliance.keeper.holdings import Holdings
+from appliance.keeper.runtime import listen
+from appliance.keeper.server import KeeperServer
+from appliance.keeper.settings import Slot
+from appliance.keeper.shard import Shard
+from appliance.keeper.status import status
+from appliance.notify import Notifier
+from tests.keeper.shards import TARGET, Donation, slots
+
+WAIT_TIMEOUT_S = 20.0
+
+Result = TypeVar("Result")
+
+
+class Serving:
+    """Serves holdings until closed; `close` raises what ended the server, if anything did."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        environ: dict[str, str] | None = None,
+        layout: Sequence[Slot] | None = None,
+        target: Fingerprint | None = TARGET,
+        gid: int | None = None,
+    ) -> None:
+        self.path = folder / "keeper.sock"
+        self.holdings = Holdings()
+        self.holdings.lay_out(slots() if layout is None else layout)
+        self.target = target
+        self.notifier = Notifier(environ or {})
+        self.custody = Custody(self.notifier)
+        answers = Answers(
+            self.holdings,
+            self.custody,
+            model="m",
+            target=lambda: self.target,
+            status=lambda: status(self.holdings, model="m", target=self.target, signer=""),
+        )
+        self._server = KeeperServer(self.holdings, answers, model="m", gid=gid)
+        self._listener = listen(self.path, gid=gid)
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="keeper")
+        self._thread.start()
+        self._started.wait()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def connect(self) -> KeeperClient:
+        return KeeperClient.connect(self.path, timeout_s=WAIT_TIMEOUT_S)
+
+    def raw(self) -> socket.socket:
+        """Return a bare connection, for what no client of ours would say."""
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.settimeout(WAIT_TIMEOUT_S)
+        channel.connect(str(self.path))
+        return channel
+
+    def call(self, act: Callable[[], Result]) -> Result:
+        """Do something in the server's thread and return its result."""
+
+        async def acted() -> Result:
+            return act()
+
+        return self.do(acted())
+
+    def do(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_TIMEOUT_S)
+
+    def put(self, shard: Shard) -> Shard:
+        self.call(lambda: self.holdings.put(shard))
+        return shard
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return once it holds; it is looked at after every change of the holdings."""
+
+        async def until() -> None:
+            async with asyncio.timeout(WAIT_TIMEOUT_S):
+                while not condition():
+                    await self.holdings.changed()
+
+        self.do(until())
+
+    def close(self) -> None:
+        if self.alive:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._listener.close()
+        for shard in list(self.holdings.shards()):
+            shard.close()
+        self.notifier.close()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        serving = asyncio.create_task(self._server.serve(self._listener))
+        stopping = asyncio.create_task(self._stop.wait())
+        self._started.set()
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            stopping.cancel()
+            serving.result()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+def offer(client: KeeperClient, *, rank: int = 0, target: Fingerprint = TARGET, replace: bool = False) -> None:
+    client.offer(role="target", rank=rank, client="donor", target=target, replace=replace)
+
+
+def donate(client: KeeperClient, donation: Donation) -> None:
+    client.donate(donation.held, donation.configs, donation.slabs)
+
+
+def attach(client: KeeperClient, fingerprint: Fingerprint, *, rank: int = 0) -> int:
+    """Attach and return the number of slabs; the descriptors are closed again."""
+    slabs = client.attach(role="target", rank=rank, client="engine", fingerprint=fingerprint)
+    for slab in slabs:
+        slab.close()
+    return len(slabs)
+
+
+def say(channel: socket.socket, data: bytes, fds: Sequence[int] = ()) -> wire.Message | None:
+    """Send bytes and return the answer, None where the keeper hung up."""
+    socket.send_fds(channel, [data], list(fds))
+    return hear(channel)
+
+
+def hear(channel: socket.socket) -> wire.Message | None:
+    try:
+        packet = wire.receive(channel)
+    except ConnectionResetError:  # told once, ahead of what was said before
+        packet = wire.receive(channel)
+    if packet is None:
+        return None
+    packet.close()
+    return packet.message
