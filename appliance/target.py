@@ -15,12 +15,13 @@ from typing import Any
 from appliance import fingerprint, inventory, record
 from appliance.checkpoint import identity as identities
 from appliance.checkpoint.identity import Identity, Trust
-from appliance.checkpoint.keys import Keyring
+from appliance.checkpoint.keyring import Keyring
 from appliance.errors import ApplianceError, ConfigError
 from appliance.events import ERROR, event
 from appliance.fingerprint import Fingerprint
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest, Model
+from appliance.progress import telling
 
 # The packages whose versions decide how an engine lays weights out.
 ENGINE_PACKAGES = {"builtin": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}
@@ -41,7 +42,7 @@ class Target:
         return self.manifest.socket_path(self.name)
 
 
-def read_target(manifest_path: Path, name: str, *, on_progress: Callable[[str], None] = lambda text: None) -> Target:
+def read_target(manifest_path: Path, name: str) -> Target:
     """Return a model's target; ConfigError for the manifest, TrustError for the checkpoint's signature."""
     manifest = load_manifest(manifest_path)
     model = manifest.model(name)
@@ -50,9 +51,10 @@ def read_target(manifest_path: Path, name: str, *, on_progress: Callable[[str], 
 
 
 def trust_of(manifest: Manifest) -> Trust:
-    """Return what the manifest says about trust, its keys loaded."""
-    keyring = Keyring.load(manifest.trust.keys) if manifest.trust.policy == "signed" else Keyring(())
-    return Trust(policy=manifest.trust.policy, keyring=keyring, pins=manifest.directories.state / "pins")
+    """Return whom the manifest trusts, with its keys loaded."""
+    if manifest.trust.policy == "signed":
+        return Trust.signed(Keyring.load(manifest.trust.keys))
+    return Trust.local(manifest.directories.state)
 
 
 def target_fingerprint(model: Model, identity: Identity) -> Fingerprint:
@@ -94,9 +96,9 @@ def keeper_settings(
     signer, refusal = "", None
     try:
         trust = trust_of(manifest)
-        identity = identities.identify(model.checkpoint, trust, on_progress=on_progress)
+        identity = identities.identify(model.checkpoint, trust, on_progress=telling("pinning", on_progress))
         if verify:
-            identities.check_all(model.checkpoint, identity, on_progress=on_progress)
+            identities.check_files(identity, identity.manifest.digests, on_progress=telling("verifying", on_progress))
         target, signer = target_fingerprint(model, identity), identity.signer
     except ApplianceError as error:
         refusal = {"detail": str(error), "exit_status": error.exit_status}

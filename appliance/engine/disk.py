@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from appliance import configs
-from appliance.checkpoint.reader import TensorInfo, read_verified
+from appliance.checkpoint.reader import read_verified
+from appliance.checkpoint.safetensors import TensorInfo
 from appliance.checkpoint.stat_record import FileStat
 from appliance.engine.model import load
 from appliance.errors import ConfigError, ResourceError
+from appliance.progress import telling
 from appliance.target import Target
 
 # The safetensors names of what the built-in engine can compute with.
@@ -51,11 +53,14 @@ def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda
         try:
             tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
         except RuntimeError as error:
-            raise ResourceError(f"{info.name}: no memory for {info.end - info.begin} bytes") from error
+            raise ResourceError(f"{info.name}: no memory for {info.size_bytes} bytes") from error
         tensors[info.name] = tensor
-        return memoryview(tensor.flatten().view(torch.uint8).numpy())
+        return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
-    read = read_verified(target.model.checkpoint, target.identity.manifest, allocate=allocate, on_progress=on_progress)
+    identity = target.identity
+    read = read_verified(
+        identity.root, identity.manifest, allocate=allocate, on_progress=telling("loading", on_progress)
+    )
     verified = time.monotonic()
     on_progress("building the model")
     with tempfile.TemporaryDirectory(prefix="appliance-configs-") as folder:

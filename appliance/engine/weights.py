@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from appliance import configs, memfd
+from appliance import layout as layouts
 from appliance.checkpoint import identity as identities
+from appliance.checkpoint.contents import check_configs
+from appliance.checkpoint.stat_record import FileStat
 from appliance.client import KeeperClient, RefusedError
 from appliance.descriptors import Descriptor, close_all
 from appliance.engine import disk
@@ -23,16 +27,15 @@ from appliance.engine.configs import load_config
 from appliance.engine.model import skeleton
 from appliance.errors import ApplianceError, ConfigError, MissError, PeerError, ResourceError, TrustError
 from appliance.fingerprint import Fingerprint
-from appliance.layout import Layout
 from appliance.record import ShardRecord
 from appliance.slabs.devices import backend
 from appliance.target import Target
-from appliance.tensors.attach import attach
-from appliance.tensors.pack import pack
+from appliance.tensors.attachment import attach
+from appliance.tensors.packing import pack
 from appliance.verdict import Outcome, Reason, Verdict, refused
 
 ROLE, RANK, DEVICE = "target", 0, "cpu"
-STAGE = "processed"  # transformers has nothing left to do to the weights once they are loaded
+STAGE: Final = "loaded"  # transformers has nothing left to do to the weights once they are loaded
 
 
 @dataclass
@@ -206,14 +209,16 @@ def _check_files(target: Target, record: ShardRecord, files: Mapping[str, bytes]
 
     Where the shard is of another checkpoint there is nothing to compare: the fingerprints will differ.
     """
-    checkpoint, identity = target.model.checkpoint, target.identity
+    identity = target.identity
     if record.fingerprint.root_digest != identity.root_digest:
         return
     if target.model.verify == "full":
-        identities.check_all(checkpoint, identity)
+        identities.check_files(identity, identity.manifest.digests)
     elif target.model.verify == "stat":
-        identities.check_stats(checkpoint, identity, record.files)
-    identities.check_configs(identity, files)
+        recorded = {path: FileStat.from_json(facts) for path, facts in record.files.items()}
+        # A file that was only touched is hashed, and good; the record keeps its old stat until the next load.
+        identities.check_files(identity, identities.check_stats(identity, recorded))
+    check_configs(identity.manifest, files)
 
 
 def _bind(
@@ -224,7 +229,7 @@ def _bind(
     try:
         for slab, size_bytes in zip(slabs, record.slab_sizes, strict=True):
             mappings.append(device.map(slab, size_bytes))
-        attach(module, Layout.decode(layout), mappings, copy=copy)
+        attach(module, layouts.decode(layout), mappings, copy=copy, stage=STAGE)
     finally:
         # Tensors keep what they lie in mapped; the descriptors are needed no longer.
         for mapping in mappings:

@@ -1,0 +1,194 @@
+"""`python -m appliance.engine --manifest FILE --model NAME`: what `engine@NAME.service` runs."""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from appliance.engine.imports import import_heavy_modules
+from appliance.errors import ApplianceError, ConfigError
+from appliance.events import ERROR, event
+from appliance.notify import Notifier
+from appliance.target import Target, read_target
+
+if TYPE_CHECKING:
+    from appliance.engine.generation import LanguageModel
+    from appliance.engine.lease import Lease
+    from appliance.engine.weights import Weights
+
+WAIT_EXTENSION_S = 120.0
+DEFAULT_WATCHDOG_S = 60.0
+
+
+def main() -> int:
+    """Serve one model until SIGTERM; return the exit status."""
+    started = _process_start()
+    parser = argparse.ArgumentParser(prog="appliance engine", description=__doc__)
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    arguments = parser.parse_args()
+    notifier = Notifier(os.environ)
+    try:
+        _serve(arguments.manifest, arguments.model, notifier=notifier, started=started)
+    except ApplianceError as error:
+        event(f"appliance: {error}", priority=ERROR, model=arguments.model)
+        notifier.status(error.message)
+        return error.exit_status
+    return 0
+
+
+def _serve(manifest: Path, name: str, *, notifier: Notifier, started: float) -> None:
+    phases = {"interpreter": _now() - started}
+    began = time.monotonic()
+    target = read_target(manifest, name)
+    if target.model.engine.kind != "builtin":
+        raise ConfigError(f"model {name!r}: engine.kind {target.model.engine.kind!r} is not the built-in engine")
+    phases["identity"] = time.monotonic() - began
+    phases["imports"] = import_heavy_modules()
+    from appliance.engine.lease import Lease
+    from appliance.engine.weights import obtain
+
+    def waiting(text: str) -> None:
+        notifier.status(text)
+        notifier.extend_timeout(WAIT_EXTENSION_S)
+
+    weights = obtain(target, client_name=f"engine@{name}", on_progress=waiting)
+    phases |= weights.phases_s
+    lease = None
+    if weights.client is not None:
+        lease = Lease(weights.client, target.socket_path, shard_id=weights.record.shard_id, name=f"engine@{name}")
+    try:
+        began = time.monotonic()
+        model = _language_model(weights)
+        phases["tokenizer"] = time.monotonic() - began
+        phases["first_token"] = _first_token(model)
+        phases["total"] = _now() - started
+        event(
+            f"weights: {weights.verdict}; {_shown(phases)}",
+            model=name,
+            verdict=weights.verdict.outcome,
+            root_digest=weights.record.fingerprint.root_digest,
+        )
+        asyncio.run(_run(target, model, weights, notifier=notifier, lease=lease, phases=phases))
+    finally:
+        if lease is not None:
+            lease.end()
+
+
+def _language_model(weights: "Weights") -> "LanguageModel":
+    from appliance import configs
+    from appliance.engine.configs import load_sampling_defaults
+    from appliance.engine.generation import LanguageModel
+    from appliance.engine.tokenizer import load_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="appliance-configs-") as folder:
+        configs.write(weights.configs, Path(folder))
+        tokenizer = load_tokenizer(Path(folder))
+        defaults = load_sampling_defaults(Path(folder))
+    return LanguageModel(weights.module, tokenizer, defaults=defaults)
+
+
+def _first_token(model: "LanguageModel") -> float:
+    """Generate one token, so that READY=1 means that the weights work; return the seconds it took."""
+    from appliance.engine.answer import Sampling
+
+    began = time.monotonic()
+    prompt = [model.tokenizer.end_id or 0]
+    model.generate(
+        prompt, Sampling(max_tokens=1, temperature=0.0), emit=lambda piece: None, cancelled=threading.Event()
+    )
+    return time.monotonic() - began
+
+
+async def _run(
+    target: Target,
+    model: "LanguageModel",
+    weights: "Weights",
+    *,
+    notifier: Notifier,
+    lease: "Lease | None",
+    phases: dict[str, float],
+) -> None:
+    from appliance.engine.server import make_app, serve
+
+    settings = target.model.engine
+    verdict = str(weights.verdict.outcome)
+    root_digest = weights.record.fingerprint.root_digest
+
+    def health() -> dict[str, object]:
+        return {
+            "model": target.name,
+            "verdict": verdict,
+            "root_digest": root_digest,
+            "signer": weights.record.signer,
+            "leased": lease is not None and lease.held,
+            "phases_s": phases,
+        }
+
+    def ready(host: str, port: int) -> None:
+        if lease is not None:
+            lease.use(lambda client: client.report(weights.verdict, phases))
+        notifier.ready(f"{verdict}: serving {target.name} on {host}:{port}")
+
+    app = make_app(model, name=target.name, health=health, collectors=[_Attachment(target.name, verdict, phases)])
+    feeding = asyncio.create_task(_feed_watchdog(notifier))
+    try:
+        await serve(app, host=settings.host, port=settings.port, started=ready)
+        notifier.stopping("stopping")
+    finally:
+        feeding.cancel()
+
+
+async def _feed_watchdog(notifier: Notifier) -> None:
+    while True:
+        notifier.watchdog()
+        await asyncio.sleep((notifier.watchdog_s or DEFAULT_WATCHDOG_S) / 3)
+
+
+class _Attachment(Collector):
+    """How this engine came to its weights, for Prometheus."""
+
+    def __init__(self, model: str, verdict: str, phases: dict[str, float]) -> None:
+        self._model = model
+        self._verdict = verdict
+        self._phases = phases
+
+    def collect(self) -> Iterator[Metric]:
+        attached = GaugeMetricFamily(
+            "appliance_engine_weights", "1 for how it came to its weights", labels=["model", "verdict"]
+        )
+        attached.add_metric([self._model, self._verdict], 1.0)
+        yield attached
+        seconds = GaugeMetricFamily(
+            "appliance_engine_start_seconds", "The last start, by phase", labels=["model", "phase"]
+        )
+        for phase, value in self._phases.items():
+            seconds.add_metric([self._model, phase], value)
+        yield seconds
+
+
+def _process_start() -> float:
+    """Return when this process started, in seconds since boot; proc(5), field 22 of /proc/self/stat, in clock ticks."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _shown(phases: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
