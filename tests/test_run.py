@@ -53,12 +53,12 @@ def test_the_message_names_the_command_and_its_last_line_of_standard_error() -> 
 
 
 def test_a_command_that_a_signal_ended_says_which() -> None:
-    with pytest.raises(HostError, match="ended by SIGKILL$"):
+    with pytest.raises(HostError, match=r"ended by SIGKILL$"):
         python("import os; os.kill(os.getpid(), 9)")
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    with pytest.raises(HostError, match="^no-such-program-here: no such program") as caught:
+    with pytest.raises(HostError, match=r"^no-such-program-here: no such program") as caught:
         run(["no-such-program-here"], timeout_s=TIMEOUT_S)
     assert caught.value.hint is not None
 
@@ -88,7 +88,7 @@ def test_a_program_that_takes_too_long_is_ended_with_its_children(tmp_path: Path
     pids = tmp_path / "pids"
     code = "import os, sys, time; os.fork(); open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(60)"
     started = time.monotonic()
-    with pytest.raises(ResourceError, match="not finished after 0.5 s"):
+    with pytest.raises(ResourceError, match=r"not finished after 0\.5 s"):
         python(code, str(pids), timeout_s=0.5)
     assert time.monotonic() - started < 10
     assert all(ends(int(pid)) for pid in pids.read_text().split())

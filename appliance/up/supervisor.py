@@ -31,7 +31,7 @@ class Supervisor:
     """Runs units while it is entered; leaving it stops them all, those that need others first.
 
     `runtime` must be writable. Entering raises ResourceError while another supervisor has that directory. Keep the
-    thread that runs it alive: the kernel kills the units with it. `on_event` must not raise.
+    thread that runs it alive: the kernel kills the units with it. What `on_event` raises ends everything.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Supervisor:
         self._asked_to_stop = 0
         self._bug: BaseException | None = None
         self._one_renewal = asyncio.Lock()
+        self._renewing: Checkpoint | None = None
 
     async def __aenter__(self) -> "Supervisor":
         """Claim the runtime directory, end what a killed supervisor left there, start every unit."""
@@ -152,16 +153,17 @@ class Supervisor:
     async def wait_ready(self, name: str, timeout_s: float | None = None) -> UnitStatus:
         """Return once a unit is ready.
 
-        ResourceError if that takes too long or the unit is stopped; the error of its exit status once it has failed.
+        ResourceError if that takes too long or the unit is stopped; the error of its exit status once it has failed,
+        unless a new checkpoint is about to start it again.
         """
         unit = self._named(name)
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while unit.state is not State.ACTIVE:
             look = unit.status()
-            if look.state is State.FAILED:
+            if look.state is State.FAILED and not self._may_be_renewed(name):
                 raise _ERRORS.get(look.exit_status or 0, HostError)(f"{name} failed: {look.text}")
-            if not unit.wanted:
+            if not unit.wanted and look.state is not State.FAILED:
                 raise ResourceError(f"{name} is stopped")
             if deadline is not None and loop.time() >= deadline:
                 what = ": ".join(part for part in (look.state, look.text, look.said) if part)
@@ -190,7 +192,12 @@ class Supervisor:
 
         async def changed() -> bool:
             async with self._one_renewal:  # two at once would read two checkpoints in turns from one disk
-                return await renewal.renew()
+                self._renewing = checkpoint
+                try:
+                    return await renewal.renew()
+                finally:
+                    self._renewing = None
+                    self._beat()
 
         self._renewals[model] = renewal
         self._watches[model] = watch = Watch(checkpoint.directory, changed)
@@ -236,7 +243,7 @@ class Supervisor:
             return True
         if not any(unit.state is State.FAILED for unit in self._units.values()):
             return False
-        return not self._one_renewal.locked() and all(map(self._is_stuck, self._units.values()))
+        return self._renewing is None and all(map(self._is_stuck, self._units.values()))
 
     def _is_stuck(self, unit: Unit) -> bool:
         if not unit.wanted:
@@ -247,6 +254,9 @@ class Supervisor:
 
     def _awaited(self, description: UnitDescription) -> str | None:
         return next((name for name in description.needs if self._units[name].state is not State.ACTIVE), None)
+
+    def _may_be_renewed(self, name: str) -> bool:
+        return self._renewing is not None and name in self._renewing.restart
 
     def _needing(self, name: str) -> list[str]:
         return [unit.name for unit in self._descriptions.values() if name in unit.needs]
@@ -272,7 +282,10 @@ class Supervisor:
         if event.kind is not Kind.STORE or event.serious:
             words = (event.unit, event.state, event.text)
             self._printer.line(OWN_NAME, ": ".join(word for word in words if word), serious=event.serious)
-        self._on_event(event)
+        try:
+            self._on_event(event)
+        except Exception as bug:  # the caller's, and it must not pass for a unit's
+            self._fail(bug)
         self._beat()
 
     def _fail(self, bug: BaseException | None) -> None:

@@ -264,9 +264,7 @@ class Unit:
         if not all_gone:
             self._result = Result.TIMEOUT
             self._fail("processes are still there after SIGKILL")
-        elif status in NOT_CURED_BY_RESTART:
-            self._fail(f"{self._ending()}; a restart cannot cure that")
-        elif self._stop_wanted and self._result is not Result.SUCCESS:
+        elif status in NOT_CURED_BY_RESTART or (self._stop_wanted and self._result is not Result.SUCCESS):
             self._fail(self._ending())
         elif self._stop_wanted:
             self._enter(State.INACTIVE, "")
@@ -284,6 +282,8 @@ class Unit:
             Result.RESOURCES: "",
         }
         how = words.get(self._result, "ended" if self._exit_status is None else ending(self._exit_status))
+        if self._exit_status in NOT_CURED_BY_RESTART:
+            how += ", which no restart can cure"
         said = self._said_line or self._said_text
         return ": ".join(part for part in (how, said) if part)
 

@@ -34,13 +34,13 @@ class Watch:
         directory: Path,
         changed: Callable[[], Awaitable[bool]],
         *,
-        interval_s: float = INTERVAL_S,
-        settle_s: float = SETTLE_S,
+        interval_s: float | None = None,
+        settle_s: float | None = None,
     ) -> None:
         self._directory = directory
         self._changed = changed
-        self._interval_s = interval_s
-        self._settle_s = settle_s
+        self._interval_s = INTERVAL_S if interval_s is None else interval_s
+        self._settle_s = SETTLE_S if settle_s is None else settle_s
         self._distrusted = False
 
     def distrust(self) -> None:
@@ -55,16 +55,21 @@ class Watch:
             await asyncio.sleep(self._interval_s)
             if self._distrusted and refused is None:
                 refused = await _aside(self._look_at_all)
-            now = await _aside(self._look_at_signature)
-            if refused is None and (now is None or now == signature):
-                continue
-            if refused is not None and refused == await _aside(self._look_at_all):
+            if not await self._differs(signature, refused):
                 continue
             files = await self._rest()
-            if (found := files.get(SIGNATURE_NAME)) is None or (refused is None and found == signature):
+            found = files.get(SIGNATURE_NAME)
+            # Away for now, or put back as it was while we waited for rest.
+            if found is None or (found == signature and refused in (None, files)):
                 continue
             self._distrusted = False
-            signature, refused = (found, None) if await self._changed() else (signature, files)
+            signature = found
+            refused = None if await self._changed() else files
+
+    async def _differs(self, signature: _Look | None, refused: dict[str, _Look] | None) -> bool:
+        if await _aside(self._look_at_signature) not in (None, signature):
+            return True
+        return refused is not None and refused != await _aside(self._look_at_all)
 
     async def _rest(self) -> dict[str, _Look]:
         """Return the folder's files once nothing about them has changed for a while."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from up.stage import Stage
+from tests.up.stage import Stage
 
 
 @pytest.fixture

@@ -15,6 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 SLEEPER = "import time; time.sleep(600)"
+SPEAKER = """
+import os, socket, time
+speaker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+speaker.connect(os.environ["NOTIFY_SOCKET"])
+speaker.send(b"STATUS=child")
+time.sleep(600)
+"""
 
 
 def notify(text: str, fds: list[int] | None = None) -> None:
@@ -26,7 +33,7 @@ def notify(text: str, fds: list[int] | None = None) -> None:
 def write(path: str, text: str) -> None:
     """At once, so that whoever waits for the file finds all of it."""
     Path(f"{path}.new").write_text(text)
-    os.replace(f"{path}.new", path)
+    Path(f"{path}.new").replace(path)
 
 
 def given() -> list[tuple[str, int]]:
@@ -98,6 +105,16 @@ def wait() -> None:
     time.sleep(120)
 
 
+def until(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.005)
+
+
+def unquote(text: str) -> str:
+    """A step is cut at its spaces: what a word shall contain is written as in an address."""
+    return text.replace("%20", " ").replace("%7B", "{").replace("%7D", "}")
+
+
 def end_on_term(path: str) -> None:
     def end(*_: object) -> None:
         write(path, "ended")
@@ -107,19 +124,21 @@ def end_on_term(path: str) -> None:
 
 
 STEPS: dict[str, Callable[..., object]] = {
-    "notify": lambda *lines: notify("\n".join(lines).replace("_", " ")),
+    "notify": lambda *lines: notify(unquote("\n".join(lines))),
     "ready": lambda: notify("READY=1"),
     "store": store,
     "store-once": store_once,
     "barrier": barrier,
     "report": report,
     "spawn": spawn,
+    "spawn-speaker": lambda path: spawn(path, code=SPEAKER),
     "unless": unless,
     "count": count,
     "feed": feed,
     "wait": wait,
     "sleep": lambda seconds: time.sleep(float(seconds)),
-    "say": lambda *words: print(*words, flush=True),
+    "until": until,
+    "say": lambda *words: print(unquote(" ".join(words)), flush=True),
     "complain": lambda *words: print(*words, file=sys.stderr, flush=True),
     "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "end-on-term": end_on_term,

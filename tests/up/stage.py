@@ -77,11 +77,16 @@ class Stage:
         return [event.text for event in self.events if event.kind is kind]
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Return once it is true: what other processes do is no event here."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+
+
 async def until_file(path: Path) -> str:
     """Return what is in a file once it is there."""
-    while not path.exists():  # noqa: ASYNC110  # another process makes it
-        await asyncio.sleep(0.005)
-    return path.read_text()
+    await until(path.exists)
+    return await asyncio.to_thread(path.read_text)
 
 
 async def running(unit: Unit, scenario: Callable[[Unit], Awaitable[T]]) -> T:

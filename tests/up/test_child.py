@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from up.stage import TIMEOUT_S, ends, puppet, until_file
 
 from appliance.up import child
+from tests.up.stage import TIMEOUT_S, ends, puppet, until_file
 
 SHIM = (sys.executable, "-I", "-S", child.__file__)
 

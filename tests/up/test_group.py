@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from up.stage import ends
 
 from appliance.up.group import MARK, in_group, kill_leftovers, kill_members
+from tests.up.stage import ends
 
 # Says its own number and its child's, then sleeps; the child is in a session of its own if asked for.
 PARENT = """

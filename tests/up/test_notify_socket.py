@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from up.stage import TIMEOUT_S, until_file
 
 from appliance.descriptors import Descriptor, close_all
 from appliance.errors import HostError
 from appliance.up.message import Message
 from appliance.up.notify_socket import NotifySocket
+from tests.up.stage import TIMEOUT_S, until, until_file
 
 
 @dataclass
@@ -65,6 +65,14 @@ def with_files(sender: socket.socket, text: bytes, count: int) -> None:
     socket.send_fds(sender, [text], fds)
     for fd in fds:
         os.close(fd)
+
+
+def noting(senders: list[int]) -> Callable[[int], bool]:
+    def belongs(pid: int) -> bool:
+        senders.append(pid)
+        return True
+
+    return belongs
 
 
 def test_a_message_arrives_with_its_descriptors_which_no_program_inherits(folder: Path) -> None:
@@ -156,9 +164,7 @@ def test_the_kernel_says_who_sent_whatever_the_sender_claims(folder: Path) -> No
     senders: list[int] = []
 
     async def scenario() -> int:
-        receiver = NotifySocket(
-            folder / "n", belongs=lambda pid: bool(senders.append(pid)), take=Ear().take, refuse=lambda why: None
-        )
+        receiver = NotifySocket(folder / "n", belongs=noting(senders), take=Ear().take, refuse=lambda why: None)
         code = (
             "import os, socket, sys\n"
             "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.connect(sys.argv[1]); s.send(b'MAINPID=1')\n"
@@ -251,7 +257,7 @@ def test_credentials_that_a_sender_adds_itself_change_nothing(folder: Path) -> N
         sender.sendmsg([b"FDSTORE=1"], [rights, (socket.SOL_SOCKET, socket.SCM_CREDENTIALS, own)])
         os.close(fd)
 
-    ear = heard(folder / "n", send, belongs=lambda pid: bool(senders.append(pid)) or True)
+    ear = heard(folder / "n", send, belongs=noting(senders))
     assert (senders, len(ear.descriptors)) == ([os.getpid()], 1)
 
 
@@ -269,8 +275,7 @@ def test_what_arrives_is_heard_without_being_asked_for(folder: Path) -> None:
         child = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", code, *arguments)
         async with asyncio.timeout(TIMEOUT_S):
             await until_file(folder / "sent")
-            while not ear.messages:
-                await asyncio.sleep(0.001)
+            await until(lambda: ear.messages)
         await child.wait()
         receiver.close()
 

@@ -1,0 +1,75 @@
+import asyncio
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import ConfigError, HostError
+from appliance.up import foreground
+from appliance.up.description import UnitDescription
+from tests.up.stage import TIMEOUT_S, described, until_file
+
+MANIFEST = """
+models:
+  chat:
+    checkpoint: {0}/checkpoint
+    engine: {{port: 8001}}
+directories: {{runtime: {0}/run, state: {0}/state, cache: {0}/cache}}
+group: null
+"""
+
+
+@pytest.fixture
+def manifest(folder: Path) -> Path:
+    path = folder / "appliance.yaml"
+    path.write_text(MANIFEST.format(folder))
+    (folder / "checkpoint").mkdir()
+    return path
+
+
+def replace_programs(monkeypatch: pytest.MonkeyPatch, *units: UnitDescription) -> None:
+    monkeypatch.setattr(foreground, "units", lambda manifest, path: units)
+
+
+def test_a_manifest_runs_until_ctrl_c_with_all_that_was_said_on_the_terminal(
+    manifest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = manifest.parent / "seen"
+    replace_programs(monkeypatch, described("weights@chat", "say loading", "ready", f"report {seen}", "wait"))
+    screen = io.StringIO()
+
+    async def scenario() -> int:
+        running = asyncio.create_task(foreground.run(manifest, screen))
+        await until_file(seen)
+        os.kill(os.getpid(), signal.SIGINT)
+        return await asyncio.wait_for(running, TIMEOUT_S)
+
+    assert asyncio.run(scenario()) == 0
+    lines = [line.split(" | ") for line in screen.getvalue().splitlines()]
+    assert ["weights@chat", "loading"] in lines
+    assert lines[-1] == ["up          ", "weights@chat: inactive"]
+    assert (manifest.parent / "run").is_dir() and (manifest.parent / "state").is_dir()
+
+
+def test_the_last_word_of_what_cannot_be_cured_is_on_the_terminal(
+    manifest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_programs(monkeypatch, described("weights@chat", "complain model.sig: unknown key", "exit 77"))
+    screen = io.StringIO()
+    assert asyncio.run(asyncio.wait_for(foreground.run(manifest, screen), TIMEOUT_S)) == 77
+    assert screen.getvalue().splitlines()[-1].endswith("which no restart can cure: model.sig: unknown key")
+
+
+def test_directories_that_cannot_be_used_are_refused_before_anything_starts(manifest: Path) -> None:
+    (manifest.parent / "run").touch()
+    with pytest.raises(HostError, match="/run: cannot be made"):
+        asyncio.run(foreground.run(manifest, io.StringIO()))
+
+
+def test_a_broken_manifest_starts_nothing(manifest: Path) -> None:
+    manifest.write_text("models: 3")
+    with pytest.raises(ConfigError):
+        asyncio.run(foreground.run(manifest, io.StringIO()))
+    assert not (manifest.parent / "run").exists()
