@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from appliance import fingerprint, inventory, record
-from appliance.checkpoint import identity as identities
-from appliance.checkpoint.identity import Identity, Trust
+from appliance.checkpoint.findings import check_all
+from appliance.checkpoint.identity import Identity, Trust, identify
 from appliance.checkpoint.keyring import Keyring
 from appliance.errors import ApplianceError, ConfigError
 from appliance.events import ERROR, event
@@ -46,7 +46,7 @@ def read_target(manifest_path: Path, name: str) -> Target:
     """Return a model's target; ConfigError for the manifest, TrustError for the checkpoint's signature."""
     manifest = load_manifest(manifest_path)
     model = manifest.model(name)
-    identity = identities.identify(model.checkpoint, trust_of(manifest))
+    identity = identify(model.checkpoint, trust_of(manifest))
     return Target(manifest, name, model, identity, target_fingerprint(model, identity))
 
 
@@ -96,9 +96,9 @@ def keeper_settings(
     signer, refusal = "", None
     try:
         trust = trust_of(manifest)
-        identity = identities.identify(model.checkpoint, trust, on_progress=telling("pinning", on_progress))
+        identity = identify(model.checkpoint, trust, on_progress=telling("pinning", on_progress))
         if verify:
-            identities.check_files(identity, identity.manifest.digests, on_progress=telling("verifying", on_progress))
+            check_all(identity, on_progress=telling("verifying", on_progress)).require_none(identity)
         target, signer = target_fingerprint(model, identity), identity.signer
     except ApplianceError as error:
         refusal = {"detail": str(error), "exit_status": error.exit_status}

@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from appliance.checkpoint import keys, pins, signature
+from appliance.checkpoint import keys, signature
 from appliance.checkpoint.digests import digest_checkpoint
-from appliance.checkpoint.identity import check_all
+from appliance.checkpoint.findings import check_all
+from appliance.checkpoint.identity import Trust, identify
 from appliance.checkpoint.keyring import Keyring
 from appliance.checkpoint.manifest import CheckpointManifest
+from appliance.checkpoint.pins import Pins
 from appliance.checkpoint.streams import OnProgress, Progress
 from appliance.cli.options import MANIFEST, CheckpointArgument, ManifestOption, ModelArgument
 from appliance.errors import ConfigError
@@ -44,7 +46,7 @@ def sign(
     private = keys.load_private_key(key)
     with _bar("signing") as on_progress:
         manifest = signature.sign(checkpoint, private, algorithm=algorithm, on_progress=on_progress)
-    print(f"{checkpoint / signature.SIGNATURE_NAME}: {_described(manifest)}")
+    print(f"{checkpoint}: signed; {_described(manifest)}")
 
 
 def verify(
@@ -52,9 +54,9 @@ def verify(
     key: Annotated[list[Path], typer.Option("--key", help="public key in PEM, or a folder of them; repeatable")],
 ) -> None:
     """Check a checkpoint's signature and every byte of its files; changed, missing and extra files are listed."""
-    trust = signature_trust(key)
+    identity = identify(checkpoint, Trust.signed(Keyring.load(key)))
     with _bar("verifying") as on_progress:
-        identity = check_all(checkpoint, trust, on_progress=on_progress)
+        check_all(identity, on_progress=on_progress).require_none(identity)
     print(f"{checkpoint}: signed by {identity.signer}; {_described(identity.manifest)}")
 
 
@@ -74,7 +76,7 @@ def pin(model: ModelArgument, manifest: ManifestOption = MANIFEST) -> None:
     if parsed.trust.policy != "local":
         raise ConfigError(f"{model}: trust.policy is {parsed.trust.policy}: checkpoints are signed, not pinned")
     with _bar("pinning") as on_progress:
-        pinned = pins.Pins.below(parsed.directories.state).repin(checkpoint, on_progress=on_progress)
+        pinned = Pins.below(parsed.directories.state).repin(checkpoint, on_progress=on_progress)
     print(f"{checkpoint}: pinned, unsigned; {_described(pinned)}")
 
 
@@ -96,8 +98,3 @@ def _bar(doing: str) -> Iterator[OnProgress | None]:
             bars.update(task, completed=progress.bytes_done, total=progress.bytes_total)
 
         yield show
-
-
-def signature_trust(paths: list[Path]) -> Keyring:
-    """Return the keys of these files and folders."""
-    return Keyring.load(paths)

@@ -1,9 +1,9 @@
 """`appliance`: the one command of the operator. The only place that turns a failure into an exit status."""
 
+import os
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 from appliance import __version__
@@ -56,17 +56,15 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit status; a bug keeps its traceback and gives 1."""
     try:
-        # Without standalone mode click returns what a command's typer.Exit carried.
-        result = app(arguments, standalone_mode=False)
+        app(arguments)
+    except SystemExit as end:  # typer has said what was wrong with the words of the call
+        return end.code if isinstance(end.code, int) else 1
     except ApplianceError as error:
         print(f"appliance: {error}", file=sys.stderr)
         return error.exit_status
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `appliance status | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return result if isinstance(result, int) else 0
+    return 0

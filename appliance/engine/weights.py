@@ -17,8 +17,9 @@ import torch
 
 from appliance import configs, memfd
 from appliance import layout as layouts
-from appliance.checkpoint import identity as identities
 from appliance.checkpoint.contents import check_configs
+from appliance.checkpoint.findings import check_all
+from appliance.checkpoint.identity import check_files, check_stats
 from appliance.checkpoint.stat_record import FileStat
 from appliance.client import KeeperClient, RefusedError
 from appliance.descriptors import Descriptor, close_all
@@ -213,11 +214,11 @@ def _check_files(target: Target, record: ShardRecord, files: Mapping[str, bytes]
     if record.fingerprint.root_digest != identity.root_digest:
         return
     if target.model.verify == "full":
-        identities.check_files(identity, identity.manifest.digests)
+        check_all(identity).require_none(identity)
     elif target.model.verify == "stat":
         recorded = {path: FileStat.from_json(facts) for path, facts in record.files.items()}
         # A file that was only touched is hashed, and good; the record keeps its old stat until the next load.
-        identities.check_files(identity, identities.check_stats(identity, recorded))
+        check_files(identity, check_stats(identity, recorded))
     check_configs(identity.manifest, files)
 
 
