@@ -1,0 +1,68 @@
+"""Which GPUs and package versions a host has, from files that anybody may read."""
+
+from pathlib import Path
+
+import pytest
+
+from appliance import inventory
+from appliance.errors import ConfigError, HostError
+
+UUIDS = ["GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Path:
+    """Return a folder like /proc/driver/nvidia/gpus of a host with two GPUs."""
+    for address, uuid in zip(("0000:41:00.0", "0000:c1:00.0"), UUIDS, strict=True):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "information").write_text(
+            f"Model: \t\t NVIDIA H200\nIRQ:   \t\t 305\nGPU UUID: \t {uuid}\nVideo BIOS: \t 96.00.AF.00.01\n"
+            f"Bus Location: \t {address}\nDevice Minor: \t 3\n"
+        )
+    return tmp_path
+
+
+def test_gpus_are_counted_in_bus_order(driver: Path) -> None:
+    assert inventory.gpus(driver) == [
+        inventory.Gpu(0, UUIDS[0], "NVIDIA H200"),
+        inventory.Gpu(1, UUIDS[1], "NVIDIA H200"),
+    ]
+
+
+def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
+    assert inventory.gpus(tmp_path / "missing") == []
+
+
+def test_gpus_are_found_by_index_and_by_uuid(driver: Path) -> None:
+    assert inventory.resolve([1, UUIDS[0]], folder=driver) == (UUIDS[1], UUIDS[0])
+    assert inventory.resolve([], folder=driver) == ()
+
+
+@pytest.mark.parametrize("name", [2, -1, "GPU-cccccccc", "0"])
+def test_a_gpu_that_is_not_here_is_refused_and_those_that_are_here_are_named(driver: Path, name: int | str) -> None:
+    with pytest.raises(ConfigError, match=f"GPU {name} is not on this host") as caught:
+        inventory.resolve([name], folder=driver)
+    assert all(uuid in str(caught.value.hint) for uuid in UUIDS)
+
+
+@pytest.mark.parametrize("wanted", [[0, 0], [0, UUIDS[0]], [UUIDS[1], 0, 1]])
+def test_a_gpu_named_twice_is_refused(driver: Path, wanted: list[int | str]) -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        inventory.resolve(wanted, folder=driver)
+
+
+def test_a_host_without_gpus_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inventory.resolve([0], folder=tmp_path)
+    assert caught.value.hint == "GPUs here: none"
+
+
+def test_a_driver_file_that_cannot_be_read_is_an_error_of_the_host(driver: Path) -> None:
+    (driver / "0000:e1:00.0" / "information").mkdir(parents=True)
+    with pytest.raises(HostError, match=r"cannot read .*e1:00\.0/information"):
+        inventory.gpus(driver)
+
+
+def test_versions_come_from_metadata_without_an_import() -> None:
+    assert inventory.version("pytest") == pytest.__version__
+    assert inventory.version("surely-not-installed") == inventory.ABSENT
