@@ -41,24 +41,22 @@ class Key(NamedTuple):
 Step = str | int | Key
 Path = tuple[Step, ...]
 Kind = Literal["parameter", "buffer", "attribute"]
-Access = Literal["shared", "private", "host"]
 _T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute")
-_ACCESSES: tuple[Access, ...] = ("shared", "private", "host")
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One stretch of one storage, and how a process that attaches gets it.
+# Regions and entries are tuples, because a start makes thousands of them.
+class Region(NamedTuple):
+    """One stretch of one storage.
 
-    `shared` is read where it lies, through the read-only mapping; `private` is copied on the slab's device, because
-    its owner may write it; `host` is copied to host memory, for a tensor that is not on the device of its slab.
+    A process that attaches reads a `shared` one where it lies, through the read-only mapping. Of the others it makes a
+    private copy, because it may write to them.
     """
 
     slab: int
     offset_bytes: int
     size_bytes: int
-    access: Access
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class TensorSpec:
     """What a tensor is, apart from where: the same for the many like tensors of a model.
 
     Shape and stride count elements. `type_name` is the class of the tensor object. `conjugated` and `negated` are the
-    bits of torch's lazy views.
+    bits of torch's lazy views. A tensor `on_host` is in host memory wherever its slab is, hence always a copy.
     """
 
     type_name: str
@@ -76,6 +74,7 @@ class TensorSpec:
     requires_grad: bool
     conjugated: bool
     negated: bool
+    on_host: bool
 
     @property
     def item_bytes(self) -> int:
@@ -90,8 +89,7 @@ class TensorSpec:
         return (1 + reach) * self.item_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One place in a module that holds a tensor, and where the tensor's bytes are.
 
     The offset is from the start of the region, which is None for a tensor without elements. `alias` is the index of
@@ -132,7 +130,7 @@ class Layout:
         document = {
             "v": VERSION,
             "slabs": self.slab_sizes,
-            "regions": [(r.slab, r.offset_bytes, r.size_bytes, _ACCESSES.index(r.access)) for r in self.regions],
+            "regions": [(r.slab, r.offset_bytes, r.size_bytes, int(r.shared)) for r in self.regions],
             "holders": [(holders.index(path[:-1]), _step_field(path[-1])) for path in holders.items[1:]],
             "specs": [_spec_fields(spec) for spec in specs.items],
             "entries": entries,
@@ -197,7 +195,7 @@ def _entry_fields(entry: TensorEntry, holders: _Table[Path], specs: _Table[Tenso
 
 
 def _spec_fields(spec: TensorSpec) -> tuple[object, ...]:
-    flags = spec.requires_grad | spec.conjugated << 1 | spec.negated << 2
+    flags = spec.requires_grad | spec.conjugated << 1 | spec.negated << 2 | spec.on_host << 3
     return (spec.type_name, spec.dtype, spec.shape, spec.stride, flags)
 
 
@@ -229,19 +227,20 @@ def _slab_sizes(value: Any) -> tuple[int, ...]:
 
 def _regions(value: list[Any], slab_sizes: tuple[int, ...]) -> tuple[Region, ...]:
     regions = []
-    before = (0, 0)
+    last_slab = last_end = 0
     for index, fields in enumerate(value):
-        if type(fields) is not list or [type(field) for field in fields] != [int, int, int, int] or min(fields) < 0:
-            raise _bad("region", index, "not four sizes")
-        slab, offset_bytes, size_bytes, access = fields
-        if slab >= len(slab_sizes) or access >= len(_ACCESSES):
-            raise _bad("region", index, "no such slab or access")
-        if offset_bytes % ALIGNMENT_BYTES or size_bytes == 0 or offset_bytes + size_bytes > slab_sizes[slab]:
+        if type(fields) is not list or list(map(type, fields)) != [int] * 4:
+            raise _bad("region", index, "not four integers")
+        slab, offset_bytes, size_bytes, shared = fields
+        if not 0 <= slab < len(slab_sizes) or not 0 <= shared <= 1:
+            raise _bad("region", index, "no such slab, or shared is neither 0 nor 1")
+        end = offset_bytes + size_bytes
+        if offset_bytes < 0 or size_bytes <= 0 or end > slab_sizes[slab] or offset_bytes % ALIGNMENT_BYTES:
             raise _bad("region", index, "empty, unaligned or outside of its slab")
-        if (slab, offset_bytes) < before:
+        if slab < last_slab or (slab == last_slab and offset_bytes < last_end):
             raise _bad("region", index, "overlaps the one before it, or is out of order")
-        before = (slab, offset_bytes + size_bytes)
-        regions.append(Region(slab, offset_bytes, size_bytes, _ACCESSES[access]))
+        last_slab, last_end = slab, end
+        regions.append(Region(slab, offset_bytes, size_bytes, shared == 1))
     return tuple(regions)
 
 
@@ -274,14 +273,14 @@ def _spec(fields: Any, index: int) -> TensorSpec:
         raise _bad("spec", index, "shape and stride are not two lists of one length")
     if not all(map(_is_size, shape)) or not all(map(_is_size, stride)):
         raise _bad("spec", index, "shape or stride has what is not a size")
-    if type(flags) is not int or not 0 <= flags < 8:
+    if type(flags) is not int or not 0 <= flags < 16:
         raise _bad("spec", index, "unknown flags")
     # torch multiplies these in 64 bits, also where a size of 0 makes the tensor empty.
     reach = math.prod([max(count, 1) for count in shape]) * ITEM_BYTES[dtype]
     if reach > LIMIT_INTEGER or sum([count * step for count, step in zip(shape, stride, strict=True)]) > LIMIT_INTEGER:
         raise _bad("spec", index, "larger than any memory")
-    grad, conjugated, negated = bool(flags & 1), bool(flags & 2), bool(flags & 4)
-    return TensorSpec(type_name, dtype, tuple(shape), tuple(stride), grad, conjugated, negated)
+    bits = [bool(flags & 1 << bit) for bit in range(4)]
+    return TensorSpec(type_name, dtype, tuple(shape), tuple(stride), *bits)
 
 
 def _entries(

@@ -92,10 +92,10 @@ class _Walker:
         stack: list[tuple[Path, nn.Module, frozenset[int]]] = [(path, module, frozenset())]
         while stack:
             path, module, above = stack.pop()
+            self._count()
             if isinstance(module, torch.jit.ScriptModule):
                 self._captures.append((path, module))
                 continue
-            self._count()
             self.inventory.holders[path] = module
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -107,34 +107,44 @@ class _Walker:
             if id(module) not in self._seen:
                 self._seen[id(module)] = module
                 self._queue.append((path, module, None))
-            above |= {id(module)}
-            children = [(name, child) for name, child in module._modules.items() if child is not None]
-            # A module may hold one that holds it.
-            stack += [((*path, name), child, above) for name, child in reversed(children) if id(child) not in above]
+            if module._modules:
+                above |= {id(module)}
+                children = [
+                    ((*path, name), child, above) for name, child in module._modules.items() if child is not None
+                ]
+                # A module may hold one that holds it.
+                stack += [child for child in reversed(children) if id(child[1]) not in above]
 
     def search(self) -> None:
         """List the tensors that are not registered."""
         while self._queue:
             path, holder, slot = self._queue.popleft()
+            if isinstance(holder, nn.Module):
+                self._visit_attributes(path, holder.__dict__, holder, _REGISTRIES)
+                continue
             self._count()
             self.inventory.holders.setdefault(path, holder)
             if isinstance(holder, tuple):
                 for index, value in enumerate(holder):
                     self._visit((*path, index), value, holder, slot)
                 continue
-            skipped = _REGISTRIES if isinstance(holder, nn.Module) else frozenset()
-            for name, value in list(instance_dict(holder).items()):
-                kind = type(value)
-                if kind not in _ATOMS and name not in skipped and (value or kind not in _CONTAINERS):
-                    self._visit((*path, name), value, holder)
-            for name, value in slot_values(holder):
-                self._visit((*path, name), value, holder)
+            self._visit_attributes(path, instance_dict(holder), holder, frozenset())
             if isinstance(holder, dict):
-                for key, value in list(holder.items()):
+                for key, value in holder.items():
                     self._visit_item(path, key, value, holder)
             elif isinstance(holder, list | deque):
                 for index, value in enumerate(holder):
                     self._visit((*path, index), value, holder)
+
+    def _visit_attributes(self, path: Path, names: dict[str, Any], holder: Any, skipped: frozenset[str]) -> None:
+        for name, value in names.items():
+            kind = type(value)
+            # Most are atoms, and most of the rest are the empty registries of a module's hooks.
+            if kind not in _ATOMS and (kind not in _CONTAINERS or value) and name not in skipped:
+                self._visit((*path, name), value, holder)
+        if SLOT_NAMES[type(holder)]:
+            for name, value in slot_values(holder):
+                self._visit((*path, name), value, holder)
 
     def refuse_captures(self) -> None:
         """Raise TensorError if a tensor hangs where `search` could only look, not bind."""
@@ -180,7 +190,7 @@ class _Walker:
     def _add_slot(self, slot: Slot) -> None:
         self.inventory.slots[slot.path] = slot
         tensor = slot.value
-        if instance_dict(tensor) and id(tensor) not in self._seen:
+        if tensor.__dict__ and id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor
             self._queue.append((slot.path, tensor, None))
 

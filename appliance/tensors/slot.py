@@ -24,7 +24,7 @@ class ByClass(dict[type, _T]):
         return value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """A name, index or key of a holder. A tuple cannot be changed: its slots replace it in the `parent` slot."""
 

@@ -1,0 +1,93 @@
+"""Gives a module the tensors of a shard: its parameters where they lie, a private copy of everything else."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from appliance.errors import PeerError, ResourceError
+from appliance.layout import Layout
+from appliance.quantities import format_size
+from appliance.slabs.interface import Mapping
+from appliance.tensors.homes import Home, Stage, homes, remove
+from appliance.tensors.inventory import walk
+from appliance.tensors.storage import copy_bytes, empty, over, tensor_in, torch_device, typed
+
+_CPU = torch.device("cpu")
+
+
+def attach(
+    module: nn.Module,
+    layout: Layout,
+    mappings: Sequence[Mapping],
+    *,
+    copy: bool = False,
+    stage: Stage = "loaded",
+    opaque: Collection[type] = (),
+) -> None:
+    """Bind every tensor of a shard in a skeleton of its module; what `pack` leaves of the original is such a skeleton.
+
+    Shared regions are read where they lie, unless `copy`: then everything is copied, and no mapping is needed any more.
+    Every tensor is made before the first is bound, so that on any error the module is what it was.
+
+    1. the mappings are the slabs of the layout: PeerError
+    2. each tensor of the shard has a home in the module, each tensor of the module is one of the shard's, and they are
+       alike, as far as `homes` asks of the stage: TensorError, naming the first few places
+    3. there is memory for the private copies: ResourceError
+    """
+    sizes = tuple(mapping.size_bytes for mapping in mappings)
+    if sizes != layout.slab_sizes:
+        raise PeerError(f"slabs of {list(sizes)} bytes are mapped, the layout has {list(layout.slab_sizes)}")
+    found, extra = homes(walk(module, opaque=opaque), layout, stage)
+    # A tensor made in inference mode could not be used outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        tensors = _tensors(layout, found, _memory(layout, mappings, copy=copy), _device(mappings))
+    for slot in extra:
+        remove(slot)
+    for home, tensor in zip(found, tensors, strict=True):
+        home.bind(tensor)
+
+
+def _device(mappings: Sequence[Mapping]) -> torch.device:
+    return torch_device(mappings[0].device) if mappings else _CPU
+
+
+def _memory(layout: Layout, mappings: Sequence[Mapping], *, copy: bool) -> list[torch.UntypedStorage]:
+    """Return the storage of each region: in the mapping, or a private copy."""
+    windows = [mappings[region.slab].window(region.offset_bytes, region.size_bytes) for region in layout.regions]
+    sources = over(windows, _device(mappings))
+    on_host = {entry.region for entry in layout.entries if entry.spec.on_host}
+    for index, (region, source) in enumerate(zip(layout.regions, sources, strict=True)):
+        if copy or not region.shared or index in on_host:
+            sources[index] = _copied(source, _CPU if index in on_host else source.device)
+    return [source.untyped_storage() for source in sources]
+
+
+def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    try:
+        copy = torch.empty(source.shape, dtype=source.dtype, device=device)
+        copy_bytes(copy, source)
+    except RuntimeError as error:  # of a CPU; torch.OutOfMemoryError of a GPU is one too
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            size = format_size(source.numel())
+            raise ResourceError(f"no memory for a private copy of {size} on {device}") from error
+        raise
+    return copy
+
+
+def _tensors(
+    layout: Layout, found: Sequence[Home], memory: Sequence[torch.UntypedStorage], device: torch.device
+) -> list[torch.Tensor]:
+    """Return the tensor object of each entry."""
+    tensors: list[torch.Tensor] = []
+    for entry, home in zip(layout.entries, found, strict=True):
+        if entry.alias is not None:
+            tensors.append(tensors[entry.alias])
+            continue
+        spec = entry.spec
+        if entry.region is None:
+            tensor = empty(spec, _CPU if spec.on_host else device)
+        else:
+            tensor = tensor_in(memory[entry.region], spec, entry.offset_bytes)
+        tensors.append(typed(tensor, home.type, home.model, grad=spec.requires_grad))
+    return tensors

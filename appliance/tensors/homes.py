@@ -1,0 +1,151 @@
+"""Which place of a skeleton each tensor of a shard goes to, and why one has none.
+
+The two stages differ in how much a skeleton may. A shard of stage `loaded` holds the tensors that a fresh skeleton has:
+same places, kinds, classes, dtypes and shapes (strides may differ: a loader may have chosen another memory format). A
+shard of stage `processed` was taken after the engine had replaced, added and removed tensors: they may have other
+dtypes and shapes, new ones may go to any object that the skeleton has, and registered ones that the shard lacks are
+removed. Whether the result is the original, flags included, `differences` tells and this does not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from appliance.layout import Layout, TensorEntry
+from appliance.tensors.inventory import Inventory, TensorError, named
+from appliance.tensors.slot import ByClass, Slot, instance_dict
+from appliance.tensors.storage import DTYPES, dtype_name, type_name
+
+Stage = Literal["loaded", "processed"]
+
+_PLAIN = {type_name(kind): kind for kind in (torch.Tensor, nn.Parameter)}
+_TYPE_NAMES = ByClass(type_name)
+
+
+@dataclass(slots=True, eq=False)
+class Home:
+    """One entry's place, the class that its tensor object gets, and whose attributes."""
+
+    slot: Slot
+    type: type[torch.Tensor]
+    model: torch.Tensor | None
+    is_new: bool = False
+
+    def bind(self, tensor: torch.Tensor) -> None:
+        if self.is_new and isinstance(self.slot.holder, nn.Module):
+            remove(self.slot)
+            if self.slot.kind == "buffer" and not self.slot.persistent:
+                self.slot.holder._non_persistent_buffers_set.add(str(self.slot.path[-1]))
+        self.slot.put(tensor)
+
+
+def homes(inventory: Inventory, layout: Layout, stage: Stage) -> tuple[list[Home], list[Slot]]:
+    """Return a home for each entry, and the slots to be removed; TensorError naming what has no place or differs."""
+    found: list[Home] = []
+    homeless: list[str] = []
+    differing: list[str] = []
+    for entry in layout.entries:
+        slot = inventory.slots.get(entry.path)
+        home = None if slot is None else _same_home(entry, slot)
+        if home is None and stage == "processed":
+            home = _new_home(entry, slot, inventory)
+        if home is not None:
+            found.append(home)
+        elif slot is None:
+            homeless.append(entry.name)
+        else:
+            differing.append(f"{entry.name} ({_difference(entry, slot)})")
+    paths = {entry.path for entry in layout.entries}
+    extra = [slot for path, slot in inventory.slots.items() if path not in paths]
+    lacking = [slot.name for slot in extra if stage == "loaded" or slot.kind == "attribute"]
+    clashing = [] if homeless or differing else _clashes(layout.entries, found)
+    _refuse(
+        (homeless, "have no place in this module"),
+        (differing, "differ from it"),
+        (lacking, "are in this module and not in the shard"),
+        (clashing, "would share a place"),
+    )
+    return found, extra
+
+
+def remove(slot: Slot) -> None:
+    """Make a module forget a name, registered or not."""
+    name = str(slot.path[-1])
+    for registry in (slot.holder._parameters, slot.holder._buffers, vars(slot.holder)):
+        registry.pop(name, None)
+    slot.holder._non_persistent_buffers_set.discard(name)
+
+
+def _same_home(entry: TensorEntry, slot: Slot) -> Home | None:
+    """Return the slot as a home if what is there is like the entry's tensor."""
+    tensor, spec = slot.value, entry.spec
+    if slot.kind != entry.kind or slot.persistent != entry.persistent:
+        return None
+    kind = type(tensor)
+    if is_lazy(tensor):  # takes any shape, and becomes another class with it
+        return Home(slot, kind.cls_to_become, tensor)
+    # Where the shard has another place's tensor, this place's class is of no account.
+    if entry.alias is None and _TYPE_NAMES[kind] != spec.type_name:
+        return None
+    if tensor.dtype is not DTYPES.get(spec.dtype) or tensor.shape != spec.shape:
+        return None
+    return Home(slot, kind, tensor)
+
+
+def _new_home(entry: TensorEntry, slot: Slot | None, inventory: Inventory) -> Home | None:
+    """Return a home that need not be like what is there, if there is anything to hold it."""
+    kind = _PLAIN.get(entry.spec.type_name)
+    model: torch.Tensor | None = None
+    if slot is not None and _TYPE_NAMES[type(slot.value)] == entry.spec.type_name:
+        kind, model = type(slot.value), slot.value
+    if kind is None or entry.spec.dtype not in DTYPES:
+        return None
+    if slot is not None and (slot.kind, slot.persistent) == (entry.kind, entry.persistent):
+        return Home(slot, kind, model)
+    holder = inventory.holders.get(entry.path[:-1])
+    if not _can_hold(holder, entry):
+        return None
+    return Home(Slot(entry.path, entry.kind, entry.persistent, holder, None), kind, model, is_new=True)
+
+
+def _can_hold(holder: Any, entry: TensorEntry) -> bool:
+    step = entry.path[-1]
+    if isinstance(holder, nn.Module):
+        return isinstance(step, str) and not step.startswith("__") and "." not in step and step not in holder._modules
+    if entry.kind != "attribute" or isinstance(step, int):
+        return False
+    if isinstance(step, str):
+        return not step.startswith("__") and bool(instance_dict(holder))
+    return isinstance(holder, dict)
+
+
+def _clashes(entries: Sequence[TensorEntry], found: Sequence[Home]) -> list[str]:
+    """Name the entries whose place another entry has filled with another tensor: a skeleton may share a module."""
+    clashing = []
+    taken: dict[tuple[int, object], int] = {}
+    for index, (entry, home) in enumerate(zip(entries, found, strict=True)):
+        tensor = index if entry.alias is None else entry.alias
+        if home.slot.parent is None and taken.setdefault((id(home.slot.holder), entry.path[-1]), tensor) != tensor:
+            clashing.append(entry.name)
+    return clashing
+
+
+def _difference(entry: TensorEntry, slot: Slot) -> str:
+    here = f"{_described(slot.kind, slot.persistent)} {_TYPE_NAMES[type(slot.value)]} {dtype_name(slot.value.dtype)}"
+    spec = entry.spec
+    there = f"{_described(entry.kind, entry.persistent)} {spec.type_name} {spec.dtype} {list(spec.shape)}"
+    return f"here {here} {list(slot.value.shape)}, in the shard {there}"
+
+
+def _described(kind: str, persistent: bool) -> str:
+    return "non-persistent buffer" if kind == "buffer" and not persistent else kind
+
+
+def _refuse(*findings: tuple[list[str], str]) -> None:
+    reasons = [f"{named(places)} {reason}" for places, reason in findings if places]
+    if reasons:
+        raise TensorError(f"the shard does not fit the module: {'; '.join(reasons)}")

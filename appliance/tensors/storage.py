@@ -1,0 +1,125 @@
+"""Tensors as bytes and bytes as tensors, nothing copied in either direction."""
+
+import ctypes
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from appliance.errors import HostError
+from appliance.layout import ITEM_BYTES, TensorSpec
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
+_CPU = torch.device("cpu")
+
+
+def torch_device(device: str) -> torch.device:
+    """Return torch's device for "cpu" or a GPU UUID; HostError if torch sees no such GPU."""
+    if device == "cpu":
+        return _CPU
+    for index in range(torch.cuda.device_count()):
+        if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == device:
+            return torch.device("cuda", index)
+    raise HostError(f"torch sees no GPU {device}", hint="look at CUDA_VISIBLE_DEVICES of this process")
+
+
+def over(windows: Iterable[object], device: torch.device) -> list[torch.Tensor]:
+    """Return a tensor of bytes over each window of a slab, which lives as long as the tensor does."""
+    if device.type == "cuda":
+        return [torch.as_tensor(window, device=device) for window in windows]
+    with warnings.catch_warnings():
+        # It warns once of what is meant here: nobody may write through a read-only window.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        return [torch.frombuffer(window, dtype=torch.uint8) for window in windows]
+
+
+def bytes_of(tensor: torch.Tensor, start: int, size_bytes: int) -> torch.Tensor:
+    """Return these bytes of the tensor's storage, as a tensor over them."""
+    return _empty(torch.uint8, tensor.device).set_(tensor.untyped_storage(), start, (size_bytes,), (1,))
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy as many bytes as both have, both tensors of bytes."""
+    if target.device.type == source.device.type == "cpu":
+        # torch would wake a thread for each core, which on busy cores made this six times slower.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+    else:
+        target.copy_(source)
+
+
+def problem(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor is more than bytes, shape and stride in memory, or None if it is not."""
+    # A wrapper's own shape and storage are not those of the tensors inside.
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}"
+    if is_lazy(tensor):
+        return "not initialized"
+    if tensor.is_meta:
+        return "on the meta device"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    if tensor.is_quantized or dtype_name(tensor.dtype) not in ITEM_BYTES:
+        return dtype_name(tensor.dtype)
+    return None
+
+
+def spec_of(tensor: torch.Tensor, device: torch.device) -> TensorSpec:
+    """Return the spec of a tensor that has no `problem`, for slabs on this device.
+
+    The result of a computation with gradients (`is_leaf` false) is kept as a value: nothing leads back from it.
+    """
+    return TensorSpec(
+        type_name=type_name(type(tensor)),
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        requires_grad=tensor.requires_grad and tensor.is_leaf,
+        conjugated=tensor.is_conj(),
+        negated=tensor.is_neg(),
+        on_host=tensor.device != device,
+    )
+
+
+def tensor_in(memory: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:
+    """Return a tensor over these bytes of a storage, of class `torch.Tensor` and without gradient."""
+    dtype = DTYPES[spec.dtype]
+    tensor = _empty(dtype, memory.device).set_(memory, offset_bytes // dtype.itemsize, spec.shape, spec.stride)
+    return _viewed(tensor, spec) if spec.conjugated or spec.negated else tensor
+
+
+def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Return a tensor of this spec whose bytes are undefined, as those of `tensor_in`."""
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device=device)
+    return _viewed(tensor, spec)
+
+
+def typed(tensor: torch.Tensor, kind: type[torch.Tensor], model: torch.Tensor | None, *, grad: bool) -> torch.Tensor:
+    """Return the tensor as an object of this class with the model's attributes, the very dict: both see the same."""
+    if kind is not torch.Tensor or grad:
+        tensor = torch.Tensor._make_subclass(kind, tensor, grad)
+    if model is not None and model.__dict__:
+        tensor.__dict__ = model.__dict__
+    return tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def type_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # The device is always named: the caller may have made another one the default.
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _viewed(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if spec.conjugated:
+        tensor = tensor.conj()
+    if spec.negated:
+        tensor = torch._neg_view(tensor)
+    # Not a view in the eyes of autograd, as the original is none.
+    return torch.Tensor._make_subclass(torch.Tensor, tensor, False)
