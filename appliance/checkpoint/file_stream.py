@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +60,7 @@ class FileStream:
         self.size_bytes = size_bytes
         self.position = 0
         self.destination: Iterator[Piece] | None = None
+        self.on_hashed: Callable[[], None] | None = None
         self.outcome: Hashed | None = None
         self._hasher = hasher
         self._expected = expected
@@ -106,9 +107,11 @@ class FileStream:
         return rest
 
     def hash(self, piece: Piece) -> None:
-        """Take the piece into the digest."""
+        """Take the piece into the digest, then tell `on_hashed`. Pieces come in the order they were read in."""
         for view in piece:
             self._hasher.update(view)
+        if piece and self.on_hashed is not None:
+            self.on_hashed()
 
     def finish(self) -> None:
         """Check that the file is still as it was, settle its digest, check that too, and close."""

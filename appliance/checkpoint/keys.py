@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from appliance.checkpoint.durable_file import write_durably
-from appliance.checkpoint.os_refusal import os_refusal
+from appliance.checkpoint.small_file import SmallFile, read_small_file
 from appliance.errors import ConfigError
 
 CURVES: dict[str, type[ec.EllipticCurve]] = {"P-256": ec.SECP256R1, "P-384": ec.SECP384R1, "P-521": ec.SECP521R1}
@@ -83,7 +83,8 @@ def generate_key(path: Path, *, curve: str = "P-256", public_path: Path | None =
 
 def load_private_key(path: Path) -> PrivateKey:
     """Return the key; ConfigError when others may read it, or it is encrypted, public, or not EC on a known curve."""
-    data, mode = _read(path)
+    file = _read(path)
+    data, mode = file.data, file.mode
     if mode & _GROUP_WRITES_OR_OTHERS:
         raise ConfigError(
             f"private key {path}: others may read it, or its group may write it (mode {mode:04o})",
@@ -105,7 +106,7 @@ def load_private_key(path: Path) -> PrivateKey:
 
 def load_public_key(path: Path) -> PublicKey:
     """Return the key, named after its file; ConfigError when it is private, a certificate, or no known EC curve."""
-    data, _ = _read(path)
+    data = _read(path).data
     label = _label(path, data)
     if "PRIVATE KEY" in label:
         raise ConfigError(
@@ -122,24 +123,16 @@ def load_public_key(path: Path) -> PublicKey:
     return _public(path.stem, key)
 
 
-def _read(path: Path) -> tuple[bytes, int]:
-    """Return the file's bytes and its permission bits."""
+def _read(path: Path) -> SmallFile:
     try:
-        # A pipe of that name must not hold us, and the mode must be that of what is read.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        file = read_small_file(path, limit_bytes=MAX_KEY_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"key {path}: {getattr(error, 'strerror', None) or error}") from error
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"key {path} is not a regular file")
-        try:
-            data = file.read(MAX_KEY_FILE_BYTES + 1)
-        except OSError as error:
-            raise os_refusal(error, f"read key {path}") from error
-    if len(data) > MAX_KEY_FILE_BYTES:
+    if file is None:
+        raise ConfigError(f"key {path} is not a regular file")
+    if len(file.data) > MAX_KEY_FILE_BYTES:
         raise ConfigError(f"key {path} is larger than {MAX_KEY_FILE_BYTES} bytes")
-    return data, stat.S_IMODE(status.st_mode)
+    return file
 
 
 def _label(path: Path, data: bytes) -> str:

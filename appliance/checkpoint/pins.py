@@ -17,6 +17,7 @@ from appliance.checkpoint.files import IGNORED, CheckpointRoot, find_root
 from appliance.checkpoint.json_text import parse_object
 from appliance.checkpoint.manifest import Algorithm, CheckpointManifest, make_manifest
 from appliance.checkpoint.os_refusal import os_refusal
+from appliance.checkpoint.small_file import read_small_file
 from appliance.checkpoint.streams import OnProgress
 from appliance.errors import ConfigError, TrustError
 
@@ -100,22 +101,16 @@ class Pins:
 
 def _read(path: Path) -> bytes | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = read_small_file(path, limit_bytes=MAX_PIN_BYTES, follow_link=False)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise os_refusal(error, f"open pin {path}") from error
-    with os.fdopen(fd, "rb") as file:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode) or mode & stat.S_IWOTH:
-            raise TrustError(
-                f"pin {path} is not a regular file, or everybody may write it",
-                hint=f"look at it, then chmod 640 {path}",
-            )
-        try:
-            return file.read(MAX_PIN_BYTES + 1)
-        except OSError as error:
-            raise os_refusal(error, f"read pin {path}") from error
+        raise TrustError(f"pin {path} cannot be read: {error.strerror}") from error
+    if file is None or file.mode & stat.S_IWOTH:
+        raise TrustError(
+            f"pin {path} is not a regular file, or everybody may write it", hint=f"look at it, then chmod 640 {path}"
+        )
+    return file.data
 
 
 def _encode(root: CheckpointRoot, manifest: CheckpointManifest) -> bytes:

@@ -5,10 +5,12 @@ be used before `read_verified` returns: a file can turn out wrong with its last 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from appliance.checkpoint.contents import MAX_CONFIGS_BYTES, is_config, tensor_files
 from appliance.checkpoint.digests import present, stat_files
@@ -28,6 +30,23 @@ from appliance.checkpoint.streams import (
 from appliance.errors import ConfigError
 
 Allocate = Callable[[TensorInfo], memoryview | bytearray]
+
+
+class Staging(Protocol):
+    """Memory that the tensors of one file only pass through, on their way to a device.
+
+    `pieces` yields memory for all bytes of all tensors, in order, and takes it back when it was `hashed`: that is
+    called once for each piece, oldest first, from whichever thread did it. At most a piece that waits and one that is
+    hashed are out at a time.
+    """
+
+    def pieces(self) -> Iterator[Piece]: ...
+
+    def hashed(self) -> None: ...
+
+
+# Given the tensors of one file in order, those that are to be skipped too, and the names of those that are not.
+Stage = Callable[[Sequence[TensorInfo], frozenset[str]], Staging]
 
 
 @dataclass(frozen=True)
@@ -51,7 +70,8 @@ def read_verified(
     checkpoint: Path | CheckpointRoot,
     manifest: CheckpointManifest,
     *,
-    allocate: Allocate,
+    allocate: Allocate | None = None,
+    stage: Stage | None = None,
     threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> VerifiedRead:
@@ -66,14 +86,23 @@ def read_verified(
     `allocate` is called once a tensor, in this thread and before any tensor is read, file by file in the order of their
     bytes; it returns writable contiguous memory of exactly `size_bytes`. A tensor that the index places in another file
     is read past. The first failure stops everything; a file that is both damaged and untrue is a TrustError.
+
+    With `stage` instead the tensors go through memory that is used again, in pieces: it is called once a file, and what
+    it makes of the bytes may be used no sooner either.
     """
+    if (allocate is None) == (stage is None):
+        raise ValueError("the tensors need memory to go to, or to go through")
     begun = time.monotonic()
     root = find_root(checkpoint)
     stats = present(root, stat_files(root, manifest.digests))
     read = _Read(root, manifest, {path: stat.size_bytes for path, stat in stats.items()}, threads, on_progress)
     configs = read.configs()
     opened = read.headers(tensor_files(manifest, configs, what=f"checkpoint {root}"))
-    read.tensors(opened, allocate)
+    if allocate is not None:
+        read.allocate(opened, allocate)
+    if stage is not None:
+        read.stage(opened, stage)
+    read.tensors(opened)
     return VerifiedRead(
         configs=configs,
         files=read.files,
@@ -145,21 +174,26 @@ class _Read:
             raise
         return {path: _TensorFile(streams[path], headers[path], loaded[path]) for path in streams}
 
-    def tensors(self, opened: Mapping[str, _TensorFile], allocate: Allocate) -> None:
-        """Allocate, then read the tensors into that memory and everything else past it."""
-        others = [path for path in self.sizes_bytes if path not in self.files and path not in opened]
-        streams = [file.stream for file in opened.values()]
-        try:
+    def allocate(self, opened: Mapping[str, _TensorFile], allocate: Allocate) -> None:
+        """Get memory for every tensor, for the streams to fill."""
+        with _closed_on_error(opened):
             for path, file in opened.items():
                 loaded = set(file.loaded)
                 file.stream.destination = _pieces(
                     [_memory(allocate, tensor, path) if tensor in loaded else tensor for tensor in file.header.tensors]
                 )
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            raise
-        self._run([*streams, *self._streams(others)])
+
+    def stage(self, opened: Mapping[str, _TensorFile], stage: Stage) -> None:
+        """Get what the tensors of each file go through."""
+        with _closed_on_error(opened):
+            for file in opened.values():
+                staging = stage(file.header.tensors, frozenset(tensor.name for tensor in file.loaded))
+                file.stream.destination, file.stream.on_hashed = staging.pieces(), staging.hashed
+
+    def tensors(self, opened: Mapping[str, _TensorFile]) -> None:
+        """Read the tensors to where they are to go, and past everything else."""
+        others = [path for path in self.sizes_bytes if path not in self.files and path not in opened]
+        self._run([*(file.stream for file in opened.values()), *self._streams(others)])
 
     def _blame(self, faults: Mapping[str, ConfigError]) -> None:
         """Raise the first fault, unless the file is not the one that was signed: then that is what is wrong with it."""
@@ -187,6 +221,16 @@ class _Read:
 
         run_streams(streams, threads=self._threads, on_progress=report)
         self.files.update((stream.path, stream.outcome.stat) for stream in streams if stream.outcome)
+
+
+@contextmanager
+def _closed_on_error(opened: Mapping[str, _TensorFile]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for file in opened.values():
+            file.stream.close()
+        raise
 
 
 def _read_header(stream: FileStream) -> Header | ConfigError:

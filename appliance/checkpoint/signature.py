@@ -21,6 +21,7 @@ from appliance.checkpoint.keyring import Keyring
 from appliance.checkpoint.keys import PrivateKey, PublicKey
 from appliance.checkpoint.manifest import Algorithm, CheckpointManifest
 from appliance.checkpoint.os_refusal import os_refusal
+from appliance.checkpoint.small_file import read_up_to
 from appliance.checkpoint.statement import decode_statement, encode_statement
 from appliance.checkpoint.streams import OnProgress
 from appliance.errors import ConfigError, TrustError
@@ -120,7 +121,7 @@ def _read(root: CheckpointRoot) -> bytes:
         if size_bytes > MAX_SIGNATURE_BYTES:
             raise TrustError(f"{path}: {size_bytes} bytes, more than the {MAX_SIGNATURE_BYTES} allowed")
         try:
-            return os.pread(descriptor.fileno(), MAX_SIGNATURE_BYTES + 1, 0)
+            return read_up_to(descriptor, MAX_SIGNATURE_BYTES + 1)
         except OSError as error:
             raise os_refusal(error, f"read {path}") from error
 

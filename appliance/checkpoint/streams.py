@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from appliance.checkpoint.file_stream import FileStream, Piece, make_hasher
 from appliance.checkpoint.files import CheckpointRoot
+from appliance.quantities import format_size
 
 PIECE_BYTES = 4 << 20
 FILES_IN_FLIGHT = 16
@@ -33,6 +34,10 @@ class Progress:
     files_total: int
     bytes_done: int
     bytes_total: int
+
+    def __str__(self) -> str:
+        """For example `34/66 files, 12.3 GiB`."""
+        return f"{self.files_done}/{self.files_total} files, {format_size(self.bytes_done)}"
 
 
 OnProgress = Callable[[Progress], None]
