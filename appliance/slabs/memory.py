@@ -1,8 +1,9 @@
 """How much host memory this process may still take: the machine's, and that of every control group above it."""
 
+import errno
 from pathlib import Path
 
-from appliance.errors import HostError
+from appliance.errors import HostError, ResourceError
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUP = Path("/proc/self/cgroup")
@@ -29,7 +30,10 @@ def _machine_bytes(meminfo: Path) -> int:
             name, _, rest = line.partition(":")
             if name == "MemAvailable":
                 return int(rest.split()[0]) * 1024
-    except (OSError, ValueError, IndexError) as error:
+    except OSError as error:
+        kind = ResourceError if error.errno in (errno.EMFILE, errno.ENFILE) else HostError
+        raise kind(f"cannot read {meminfo}: {error.strerror}") from error
+    except (ValueError, IndexError) as error:
         raise HostError(f"cannot read {meminfo}: {error}") from error
     raise HostError(f"{meminfo} does not say MemAvailable")
 

@@ -48,6 +48,11 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether the elements are the same bit for bit, NaN and all; of one dtype, device and shape."""
+    return one.numel() == 0 or torch.equal(_integers(one), _integers(other))
+
+
 def problem(tensor: torch.Tensor) -> str | None:
     """Return why a tensor is more than bytes, shape and stride in memory, or None if it is not."""
     # A wrapper's own shape and storage are not those of the tensors inside.
@@ -114,6 +119,16 @@ def type_name(kind: type) -> str:
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # The device is always named: the caller may have made another one the default.
     return torch.empty(0, dtype=dtype, device=device)
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, over the same memory: not every dtype can be compared, and NaN is not itself."""
+    shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    item_bytes = tensor.dtype.itemsize
+    if item_bytes == 16:
+        shape, stride, offset, item_bytes = (*shape, 2), (*(2 * step for step in stride), 1), 2 * offset, 8
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item_bytes]
+    return _empty(dtype, tensor.device).set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 def _viewed(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""Whether two modules are the same bit for bit: every tensor, registered or not, and every flag beside them."""
+
+import types
+from collections import deque
+from collections.abc import Collection, Iterator
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from appliance.layout import Path, TensorSpec, shown
+from appliance.tensors.inventory import Inventory, walk
+from appliance.tensors.slot import Slot, attributes
+from appliance.tensors.storage import problem, same_bytes, spec_of, type_name
+from appliance.tensors.stretches import stretches
+
+_WRITTEN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, PurePath)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def differences(one: nn.Module, other: nn.Module, *, values: bool = True, opaque: Collection[type] = ()) -> list[str]:
+    """Return what differs between two modules, a line each; an empty list if they compute the same.
+
+    1. the places that hold tensors, and how (parameter, buffer, persistent or not)
+    2. class, dtype, shape, strides, device, gradient flag and bytes of each tensor
+    3. which places hold the same object, and which tensors overlap in memory, and where
+    4. unless `values` is false: the other attributes of everything that tensors were looked for in: numbers, strings
+       and the like by value, the rest by class. What sets a flag while it replaces a tensor shows here.
+    """
+    inventories = walk(one, opaque=opaque), walk(other, opaque=opaque)
+    return [
+        *_missing(*inventories),
+        *_differing(*inventories),
+        *_tied(*inventories),
+        *_overlapping(*inventories),
+        *(_valued(*inventories) if values else ()),
+    ]
+
+
+def _missing(one: Inventory, other: Inventory) -> Iterator[str]:
+    for which, here, there in (("second", one, other), ("first", other, one)):
+        for path, slot in here.slots.items():
+            if path not in there.slots:
+                yield f"{slot.name}: no tensor in the {which}"
+
+
+def _differing(one: Inventory, other: Inventory) -> Iterator[str]:
+    for slot, peer in _pairs(one, other):
+        for tensor in (slot.value, peer.value):
+            if (reason := problem(tensor)) is not None:
+                yield f"{slot.name}: cannot be compared, it is {reason}"
+                break
+        else:
+            facts, peer_facts = _facts(slot), _facts(peer)
+            for name, fact in facts.items():
+                if fact != peer_facts[name]:
+                    yield f"{slot.name}: {name} {fact} and {peer_facts[name]}"
+            if facts == peer_facts and not same_bytes(slot.value, peer.value):
+                yield f"{slot.name}: other bytes"
+
+
+def _facts(slot: Slot) -> dict[str, object]:
+    spec = spec_of(slot.value, slot.value.device)
+    facts: dict[str, object] = {name: getattr(spec, name) for name in TensorSpec.__dataclass_fields__}
+    return {"kind": slot.kind, "persistent": slot.persistent, "device": slot.value.device, **facts}
+
+
+def _tied(one: Inventory, other: Inventory) -> Iterator[str]:
+    first: dict[int, str] = {}
+    peer_first: dict[int, str] = {}
+    for slot, peer in _pairs(one, other):
+        name = first.setdefault(id(slot.value), slot.name)
+        peer_name = peer_first.setdefault(id(peer.value), peer.name)
+        if name != peer_name:
+            yield f"{slot.name}: the same object as {name} and as {peer_name}"
+
+
+def _overlapping(one: Inventory, other: Inventory) -> Iterator[str]:
+    pairs = list(_pairs(one, other))
+    here = _memory([slot for slot, _ in pairs])
+    there = _memory([peer for _, peer in pairs])
+    for path in here:
+        if path in there and here[path] != there[path]:
+            (name, offset), (peer_name, peer_offset) = here[path], there[path]
+            yield f"{shown(path)}: in memory {offset} bytes after {name} and {peer_offset} bytes after {peer_name}"
+
+
+def _memory(slots: list[Slot]) -> dict[Path, tuple[str, int]]:
+    """Return for each tensor the first one whose memory it shares, which may be itself, and how far after it it is."""
+    comparable = [slot for slot in slots if problem(slot.value) is None]
+    tensors = [slot.value for slot in comparable]
+    found = stretches(tensors, [spec_of(tensor, tensor.device) for tensor in tensors], limit_bytes=0)
+    places = {}
+    for stretch in found:
+        first = min(stretch.tensors)
+        for index in stretch.tensors:
+            offset_bytes = tensors[index].data_ptr() - tensors[first].data_ptr()
+            places[comparable[index].path] = (comparable[first].name, offset_bytes)
+    return places
+
+
+def _valued(one: Inventory, other: Inventory) -> Iterator[str]:
+    for path, holder in one.holders.items():
+        if path not in other.holders:
+            yield f"{shown(path) or 'the module'}: only in the first"
+            continue
+        here, there = _values(holder), _values(other.holders[path])
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                place = shown(path) + name
+                yield f"{place.removeprefix('.')}: {here.get(name, 'absent')} and {there.get(name, 'absent')}"
+    for path in other.holders:
+        if path not in one.holders:
+            yield f"{shown(path)}: only in the second"
+
+
+def _values(holder: Any) -> dict[str, str]:
+    values = {f".{name}": value for name, value in attributes(holder).items() if name not in _REGISTRIES}
+    if isinstance(holder, nn.Module):
+        values.update(
+            (f".{name}", None)
+            for registry in _REGISTRIES
+            for name, value in getattr(holder, registry).items()
+            if value is None
+        )
+    if isinstance(holder, dict):
+        values.update((f"[{key!r}]", value) for key, value in holder.items())
+    elif isinstance(holder, list | tuple | deque):
+        values.update((f"[{index}]", value) for index, value in enumerate(holder))
+    return {name: _written(value) for name, value in values.items()}
+
+
+def _written(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor"  # compared as such
+    if isinstance(value, _WRITTEN):
+        return repr(value)
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__} of {sorted(map(_written, value))}"
+    if isinstance(value, type | types.FunctionType | types.MethodType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return type_name(type(value))
+
+
+def _pairs(one: Inventory, other: Inventory) -> Iterator[tuple[Slot, Slot]]:
+    for path, slot in one.slots.items():
+        if path in other.slots:
+            yield slot, other.slots[path]
