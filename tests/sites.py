@@ -1,0 +1,91 @@
+"""A place where a model is served: a signed checkpoint, keys, a manifest, and real keepers started by hand."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from appliance.checkpoint.keys import generate_key, load_private_key
+from appliance.checkpoint.safetensors import read_header
+from appliance.checkpoint.signature import sign
+from appliance.client import KeeperClient
+from appliance.target import Target, read_target
+
+MODEL = "m"
+WAIT_S = 60.0
+
+
+class Site:
+    """Everything below one folder; its checkpoint is a copy that a test may damage."""
+
+    def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.checkpoint = folder / "checkpoint"
+        self.manifest = folder / "appliance.yaml"
+        self.settings: dict[str, Any] = {"engine": {"port": 18000}, "wait": WAIT_S, **settings}
+        shutil.copytree(checkpoint, self.checkpoint)
+        (folder / "trust").mkdir()
+        generate_key(folder / "signer.key", public_path=folder / "trust" / "signer.pub")
+        self.policy = "signed"
+        self.write()
+        self.sign()
+
+    def sign(self) -> None:
+        sign(self.checkpoint, load_private_key(self.folder / "signer.key"))
+
+    def write(self, **settings: Any) -> None:
+        """Write the manifest, with some settings of the model changed."""
+        self.settings |= settings
+        manifest = {
+            "group": None,
+            "trust": {"policy": self.policy, "keys": [str(self.folder / "trust")]},
+            "directories": {name: str(self.folder / name) for name in ("runtime", "state", "cache")},
+            "models": {MODEL: {"checkpoint": str(self.checkpoint), **self.settings}},
+        }
+        self.manifest.write_text(yaml.safe_dump(manifest))
+
+    def target(self) -> Target:
+        return read_target(self.manifest, MODEL)
+
+    def client(self) -> KeeperClient:
+        return KeeperClient.connect(self.folder / "runtime" / MODEL / "keeper.sock", timeout_s=WAIT_S)
+
+    def status(self) -> dict[str, Any]:
+        with self.client() as client:
+            return client.status()
+
+    def zero(self, tensor: str) -> Path:
+        """Overwrite a tensor with zeros, leaving every header as it was; return its file."""
+        for path in sorted(self.checkpoint.glob("*.safetensors")):
+            with path.open("r+b") as file:
+                for info in read_header(file.fileno(), what=path.name)[0].tensors:
+                    if info.name == tensor:
+                        file.seek(info.begin)
+                        file.write(bytes(info.size_bytes))
+                        return path
+        raise AssertionError(f"no tensor {tensor}")
+
+    @contextmanager
+    def keeper(self, *, until_resident: bool = True) -> Iterator["subprocess.Popen[str]"]:
+        """Run a keeper, without a service manager, until the block ends."""
+        process = self.start_keeper()
+        try:
+            if until_resident:
+                with self.client() as client:
+                    client.describe(role="target", rank=0, wait_s=WAIT_S).configs.close()
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=WAIT_S)
+
+    def start_keeper(self, **popen: Any) -> "subprocess.Popen[str]":
+        argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(self.manifest), "--model", MODEL]
+        environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+        return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment, **popen)
