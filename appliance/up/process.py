@@ -52,7 +52,12 @@ class Process:
         self._on_exit = on_exit
         self._pipes: list[_Pipe] = []
         self._popen = self._start(argv, environment, descriptors, cpus)
-        self._pidfd = Descriptor(os.pidfd_open(self._popen.pid))
+        try:
+            self._pidfd = Descriptor(os.pidfd_open(self._popen.pid))
+        except OSError:  # no descriptor is left for it: it could not be looked after
+            self._popen.kill()
+            self._popen.wait()
+            raise
         self.exited = False
         self._loop.add_reader(self._pidfd.fileno(), self._on_pidfd)
         for pipe in self._pipes:

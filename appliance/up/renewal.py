@@ -19,7 +19,8 @@ _KILL_TIMEOUT_S = 10.0
 class Renewal:
     """Does that for one checkpoint. Whatever is wrong with the new one, what is serving goes on.
 
-    `say` gets a line and whether it is bad news; `on_line` what the child writes to its standard error.
+    `restart` returns when the next unit may follow. `say` gets a line and whether it is bad news; `on_line` gets what
+    the child writes to its standard error.
     """
 
     def __init__(
@@ -30,32 +31,68 @@ class Renewal:
         restart: Callable[[str], Awaitable[None]],
         say: Callable[[str, bool], None],
         on_line: Callable[[str], None],
+        on_bug: Callable[[BaseException | None], None],
     ) -> None:
         self._checkpoint = checkpoint
         self._mark = f"{directory}/verify@{checkpoint.model}"
         self._restart = restart
         self._say = say
         self._on_line = on_line
+        self._on_bug = on_bug
         self._answer = self._said = ""
+        self._roll_out: asyncio.Task[None] | None = None
+        self._verifying = self._restarting = False
         self.renewed = 0
         self.refused = 0
 
+    @property
+    def busy(self) -> bool:
+        """True while its units may still be started on a new checkpoint."""
+        return self._verifying or self._restarting
+
     async def renew(self) -> bool:
-        """Verify the checkpoint as it is now and restart its units; False, after saying why, if it is refused."""
+        """Verify the checkpoint as it is now; False, after saying why, if it is refused.
+
+        Its units are restarted afterwards, one after another; the next that is verified takes over from there.
+        """
         self._say("the checkpoint has been replaced: verifying it", False)
-        if (refusal := await self._refusal()) is not None:
+        self._verifying = True
+        try:
+            refusal = await self._refusal()
+        finally:
+            self._verifying = False
+        if refusal is not None:
             self.refused += 1
             self._say(f"the new checkpoint is refused, and the old one goes on being served: {refusal}", True)
             return False
+        await self.close()
+        self._restarting = True
         self._say("the new checkpoint is verified", False)
+        self._roll_out = asyncio.create_task(self._restart_all(), name=f"renew@{self._checkpoint.model}")
+        self._roll_out.add_done_callback(lambda task: None if task.cancelled() else self._on_bug(task.exception()))
+        return True
+
+    async def close(self) -> None:
+        """Restart nothing more."""
+        if self._roll_out is not None:
+            self._roll_out.cancel()
+            await asyncio.gather(self._roll_out, return_exceptions=True)
+            self._roll_out = None
+
+    async def _restart_all(self) -> None:
+        trouble = None
         try:
             for unit in self._checkpoint.restart:
                 await self._restart(unit)
         except ApplianceError as error:
-            self._say(f"the new checkpoint is verified, but it cannot be served: {error.message}", True)
-            return False
-        self.renewed += 1
-        return True
+            trouble = error
+        finally:
+            self._restarting = False
+        if trouble is not None:
+            self._say(f"the new checkpoint is verified, but it is not served: {trouble.message}", True)
+        else:
+            self.renewed += 1
+            self._say("the new checkpoint is taken", False)
 
     async def _refusal(self) -> str | None:
         self._answer = self._said = ""

@@ -57,8 +57,7 @@ class Supervisor:
         self._stopping = False
         self._asked_to_stop = 0
         self._bug: BaseException | None = None
-        self._one_renewal = asyncio.Lock()
-        self._renewing: Checkpoint | None = None
+        self._one_verification = asyncio.Lock()
 
     async def __aenter__(self) -> "Supervisor":
         """Claim the runtime directory, end what a killed supervisor left there, start every unit."""
@@ -68,10 +67,11 @@ class Supervisor:
             if not await asyncio.to_thread(kill_leftovers, f"{folder}/", timeout_s=KILL_TIMEOUT_S):
                 raise HostError(f"{folder}: processes of an earlier supervisor are still there after SIGKILL")
             self._units = {name: self._unit(unit, folder) for name, unit in self._descriptions.items()}
-            for unit in self._units.values():
-                await unit.start()
+            # First, so that nothing is replaced unseen between a keeper's look and ours.
             for model, checkpoint in self._checkpoints.items():
                 self._watch(model, checkpoint, folder)
+            for unit in self._units.values():
+                await unit.start()
         except BaseException:
             await self._stop_all()
             raise
@@ -153,19 +153,16 @@ class Supervisor:
     async def wait_ready(self, name: str, timeout_s: float | None = None) -> UnitStatus:
         """Return once a unit is ready.
 
-        ResourceError if that takes too long or the unit is stopped; the error of its exit status once it has failed,
-        unless a new checkpoint is about to start it again.
+        ResourceError if that takes too long, or if it or what it needs is stopped; the error of its exit status once
+        one of them has failed, unless a new checkpoint is about to start it again.
         """
         unit = self._named(name)
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while unit.state is not State.ACTIVE:
-            look = unit.status()
-            if look.state is State.FAILED and not self._may_be_renewed(name):
-                raise _ERRORS.get(look.exit_status or 0, HostError)(f"{name} failed: {look.text}")
-            if not unit.wanted and look.state is not State.FAILED:
-                raise ResourceError(f"{name} is stopped")
+            self._raise_if_hopeless(unit)
             if deadline is not None and loop.time() >= deadline:
+                look = unit.status()
                 what = ": ".join(part for part in (look.state, look.text, look.said) if part)
                 raise ResourceError(f"{name} is not ready after {timeout_s:g} s: {what}")
             await self._pulse_once(deadline)
@@ -188,16 +185,12 @@ class Supervisor:
             restart=self._restart_renewed,
             say=lambda text, serious: self._hear(Event(model, Kind.RENEWAL, text, serious=serious)),
             on_line=lambda line: self._printer.line(f"verify@{model}", line),
+            on_bug=self._fail,
         )
 
         async def changed() -> bool:
-            async with self._one_renewal:  # two at once would read two checkpoints in turns from one disk
-                self._renewing = checkpoint
-                try:
-                    return await renewal.renew()
-                finally:
-                    self._renewing = None
-                    self._beat()
+            async with self._one_verification:  # two at once would read two checkpoints in turns from one disk
+                return await renewal.renew()
 
         self._renewals[model] = renewal
         self._watches[model] = watch = Watch(checkpoint.directory, changed)
@@ -218,6 +211,7 @@ class Supervisor:
         for task in self._watching:
             task.cancel()
         ends = await asyncio.gather(*self._watching, return_exceptions=True)
+        ends += await asyncio.gather(*(renewal.close() for renewal in self._renewals.values()), return_exceptions=True)
         # Each waits for those that need it, so engines end before the weights that they have mapped.
         ends += await asyncio.gather(*(self.stop(name) for name in self._units), return_exceptions=True)
         if self._lock is not None:
@@ -243,7 +237,9 @@ class Supervisor:
             return True
         if not any(unit.state is State.FAILED for unit in self._units.values()):
             return False
-        return self._renewing is None and all(map(self._is_stuck, self._units.values()))
+        return not any(renewal.busy for renewal in self._renewals.values()) and all(
+            map(self._is_stuck, self._units.values())
+        )
 
     def _is_stuck(self, unit: Unit) -> bool:
         if not unit.wanted:
@@ -255,8 +251,19 @@ class Supervisor:
     def _awaited(self, description: UnitDescription) -> str | None:
         return next((name for name in description.needs if self._units[name].state is not State.ACTIVE), None)
 
+    def _raise_if_hopeless(self, unit: Unit) -> None:
+        if unit.wanted and unit.state is State.INACTIVE and (awaited := self._awaited(unit.description)) is not None:
+            self._raise_if_hopeless(self._units[awaited])
+        elif not unit.wanted and not self._may_be_renewed(unit.name):
+            look = unit.status()
+            if look.state is not State.FAILED:
+                raise ResourceError(f"{unit.name} is stopped")
+            raise _ERRORS.get(look.exit_status or 0, HostError)(f"{unit.name} failed: {look.text}")
+
     def _may_be_renewed(self, name: str) -> bool:
-        return self._renewing is not None and name in self._renewing.restart
+        return any(
+            renewal.busy and name in self._checkpoints[model].restart for model, renewal in self._renewals.items()
+        )
 
     def _needing(self, name: str) -> list[str]:
         return [unit.name for unit in self._descriptions.values() if name in unit.needs]

@@ -22,7 +22,8 @@ from appliance.up.process import STDERR, Process
 # A process that does not go even after SIGKILL hangs in the kernel: no use to wait for it for long.
 KILL_TIMEOUT_S = 10.0
 
-_LAST_MESSAGES = 4096
+# More than the kernel queues for one socket.
+_LAST_MESSAGES = 1024
 _CLEAN_SIGNALS = frozenset({-signal.SIGHUP, -signal.SIGINT, -signal.SIGTERM, -signal.SIGPIPE})
 
 
@@ -152,11 +153,11 @@ class Unit:
         self._life.add_done_callback(lambda life: None if life.cancelled() else self._on_bug(life.exception()))
 
     async def _stop(self) -> None:
-        if self._life is not None:
+        if (life := self._life) is not None:
             self._stop_wanted = True
             self._wake.set()
             # A caller that gives up waiting must not end the task that has a process to look after.
-            await asyncio.shield(self._life)
+            await asyncio.shield(life)
             self._life = None
         if self._socket is not None:
             self._socket.close()

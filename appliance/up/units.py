@@ -10,6 +10,8 @@ from appliance.up.description import Checkpoint, UnitDescription
 # One descriptor for each slab, two beside each shard: far more than any layout makes.
 STORE_LIMIT = 4096
 
+# A keeper asks for more while it loads.
+_WEIGHTS_START_S = 300.0
 _WEIGHTS_WATCHDOG_S = 60.0
 _WEIGHTS_STOP_S = 30.0
 _ENGINE_STOP_S = 60.0
@@ -54,6 +56,7 @@ def _weights(name: str, path: Path) -> UnitDescription:
         name=f"weights@{name}",
         argv=_program("appliance.keeper", path, name),
         environment={"PYTHONUNBUFFERED": "1"},
+        start_timeout_s=_WEIGHTS_START_S,
         stop_timeout_s=_WEIGHTS_STOP_S,
         watchdog_s=_WEIGHTS_WATCHDOG_S,
         store_limit=STORE_LIMIT,

@@ -89,6 +89,11 @@ def unless(path: str, *step: str) -> None:
         take(" ".join(step))
 
 
+def only_if(path: str, *step: str) -> None:
+    if Path(path).exists():
+        take(" ".join(step))
+
+
 def count(path: str) -> None:
     with Path(path).open("a") as file:
         file.write(f"{time.monotonic()}\n")
@@ -133,6 +138,7 @@ STEPS: dict[str, Callable[..., object]] = {
     "spawn": spawn,
     "spawn-speaker": lambda path: spawn(path, code=SPEAKER),
     "unless": unless,
+    "if": only_if,
     "count": count,
     "feed": feed,
     "wait": wait,
@@ -142,6 +148,7 @@ STEPS: dict[str, Callable[..., object]] = {
     "complain": lambda *words: print(*words, file=sys.stderr, flush=True),
     "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "end-on-term": end_on_term,
+    "flood": lambda lines: print("\n".join(["x" * 1000] * int(lines)), flush=True),
     "die": lambda name: os.kill(os.getpid(), signal.Signals[name]),
     "exit": lambda status: sys.exit(int(status)),
 }

@@ -2,6 +2,8 @@ import asyncio
 import io
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from appliance.errors import ConfigError, HostError
 from appliance.up import foreground
 from appliance.up.description import UnitDescription
-from tests.up.stage import TIMEOUT_S, described, until_file
+from tests.up.stage import TIMEOUT_S, described, puppet, until_file
 
 MANIFEST = """
 models:
@@ -60,6 +62,30 @@ def test_the_last_word_of_what_cannot_be_cured_is_on_the_terminal(
     screen = io.StringIO()
     assert asyncio.run(asyncio.wait_for(foreground.run(manifest, screen), TIMEOUT_S)) == 77
     assert screen.getvalue().splitlines()[-1].endswith("which no restart can cure: model.sig: unknown key")
+
+
+MAIN = """
+import asyncio, sys
+from pathlib import Path
+from appliance.up import foreground
+from appliance.up.description import UnitDescription
+unit = UnitDescription("weights@chat", tuple(sys.argv[2:]))
+foreground.units = lambda manifest, path: (unit,)
+sys.exit(asyncio.run(foreground.run(Path(sys.argv[1]), sys.stdout)))
+"""
+
+
+def test_a_terminal_that_takes_nothing_stops_neither_the_units_nor_the_end(manifest: Path) -> None:
+    flooding = puppet("ready", "flood 15000", f"report {manifest.parent}/seen", "wait")
+    process = subprocess.Popen([sys.executable, "-c", MAIN, str(manifest), *flooding], stdout=subprocess.PIPE)
+    try:
+        # Much more than the pipe and the queue hold together: all of it was taken, by somebody.
+        asyncio.run(asyncio.wait_for(until_file(manifest.parent / "seen"), TIMEOUT_S))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_directories_that_cannot_be_used_are_refused_before_anything_starts(manifest: Path) -> None:

@@ -197,6 +197,14 @@ def test_waiting_for_a_unit_that_failed_raises_the_error_of_its_status(play: Pla
     assert supervisor.exit_status == 77
 
 
+def test_waiting_for_an_engine_whose_keeper_failed_does_not_wait_any_longer(play: Play) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        with pytest.raises(TrustError, match=r"weights@chat failed: .*unknown key"):
+            await supervisor.wait_ready("engine@chat", TIMEOUT_S)
+
+    play.run(scenario, play.weights("complain model.sig: unknown key", "exit 77"), play.engine())
+
+
 def test_waiting_too_long_says_what_the_unit_is_doing(play: Play) -> None:
     async def scenario(supervisor: Supervisor) -> None:
         await until_file(play.folder / "starts-weights")
@@ -487,6 +495,23 @@ def test_whoever_waits_for_a_failed_engine_learns_that_the_new_checkpoint_is_ref
 
     play.checkpoints = (checkpoint(play, f"report {play.folder}/verifying", "sleep 0.2", "exit 77"),)
     play.run(scenario, play.weights(), play.engine("exit 77"))
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_checkpoint_that_verifies_but_does_not_load_does_not_keep_a_better_one_out(play: Play) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        await supervisor.wait_ready("engine@chat")
+        (play.folder / "broken").touch()
+        await replace_signature(play, "second")
+        await until(lambda: supervisor.status("weights@chat").state is State.AUTO_RESTART)
+        assert supervisor.status("engine@chat").state is State.ACTIVE
+        (play.folder / "broken").unlink()
+        await replace_signature(play, "third")
+        await until(lambda: supervisor.renewals("chat") == (1, 0))
+
+    play.checkpoints = (checkpoint(play, "say %7B%7D"),)
+    never_by_itself = {"first_restart_s": 1000.0, "slowest_restart_s": 1000.0}
+    play.run(scenario, play.weights(f"if {play.folder}/broken exit 75", **never_by_itself), play.engine())
 
 
 @pytest.mark.usefixtures("quick_watch")
