@@ -13,7 +13,7 @@ from appliance.record import ShardRecord
 BLOCK_BYTES = 512  # of st_blocks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
     """Owns its descriptors; slabs are in the order of `record.slab_sizes`."""
 
