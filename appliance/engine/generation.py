@@ -168,7 +168,9 @@ def _own_random_state(sampling: Sampling, device: torch.device) -> Iterator[None
 
 
 def _settled_context(config: Any, context_tokens: int | None) -> int:
-    trained: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if type(trained) is not int or trained < 2:
+        trained = None
     if context_tokens is None:
         if trained is None:
             raise ConfigError(

@@ -128,5 +128,14 @@ def _listed(names: Any) -> str:
 
 
 def _ready(model: Any) -> torch.nn.Module:
-    module: torch.nn.Module = model.eval()
-    return module.requires_grad_(False)
+    """Ready to answer, and without the marks that tell how a model was made, so that both ways end in the same."""
+    module: torch.nn.Module = model.eval().requires_grad_(False)
+    model.config.name_or_path = ""
+    for part in module.modules():
+        for mark in ("_is_hf_initialized", "_weight_conversions", "_use_kernels"):
+            part.__dict__.pop(mark, None)
+        if "name_or_path" in part.__dict__:
+            part.__dict__["name_or_path"] = ""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.__dict__.clear()  # marks for training, for torch's register_buffer and for transformers' loading
+    return module
