@@ -51,7 +51,7 @@ _FIELD = _pattern(
     rb"~([,}])~"
 )
 _NEXT = _pattern(rb"~([,}])~")
-_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+_FIELDS = ("dtype", "shape", "data_offsets")
 
 
 class _Scanner:
@@ -80,18 +80,17 @@ class _Scanner:
     def _tensor(self, name: str) -> DescribedTensor:
         self._match(_OPEN, "an object")
         fields: dict[str, tuple[bytes, ...]] = {}
-        for _ in _FIELDS:
+        after = b","
+        while after == b",":
             dtype, dtype_value, shape, shape_value, offsets, begin, end, after = self._match(
                 _FIELD, "dtype, shape or data_offsets"
             ).groups()
-            if dtype:
-                fields["dtype"] = (dtype_value,)
-            elif shape:
-                fields["shape"] = (shape_value,)
-            elif offsets:
-                fields["data_offsets"] = (begin, end)
-            if (after == b"}") != (len(fields) == len(_FIELDS)):
-                self._fail(f"tensor {name[:200]!r} has not exactly one each of {', '.join(sorted(_FIELDS))}")
+            field = (dtype or shape or offsets).decode()
+            if field in fields:
+                self._fail(f"tensor {name[:200]!r} has {field} twice")
+            fields[field] = (begin, end) if offsets else (dtype_value or shape_value,)
+        if len(fields) < len(_FIELDS):
+            self._fail(f"tensor {name[:200]!r} lacks one of {', '.join(_FIELDS)}")
         begin, end = map(int, fields["data_offsets"])
         return DescribedTensor(name, fields["dtype"][0].decode(), self._shape(fields["shape"][0]), begin, end)
 

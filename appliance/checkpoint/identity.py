@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from appliance.checkpoint.digests import digest_files, stat_files
 from appliance.checkpoint.files import CheckpointRoot, find_root
-from appliance.checkpoint.keyring import Keyring
 from appliance.checkpoint.manifest import Algorithm, CheckpointManifest
 from appliance.checkpoint.pins import Pins
 from appliance.checkpoint.stat_record import FileStat
 from appliance.checkpoint.streams import OnProgress
 from appliance.errors import TrustError
+
+if TYPE_CHECKING:
+    from appliance.checkpoint.keyring import Keyring
 
 UNSIGNED = "unsigned"
 
@@ -20,11 +23,11 @@ UNSIGNED = "unsigned"
 class Trust:
     """Whom this host believes: the keys of a keyring (policy `signed`), or only its own eyes (policy `local`)."""
 
-    keyring: Keyring | None = None
+    keyring: "Keyring | None" = None
     pins: Pins | None = None
 
     @classmethod
-    def signed(cls, keyring: Keyring) -> "Trust":
+    def signed(cls, keyring: "Keyring") -> "Trust":
         """A checkpoint needs a signature by one of these keys."""
         return cls(keyring=keyring)
 

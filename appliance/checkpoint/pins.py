@@ -4,6 +4,7 @@ Policy `local` has no signer to ask. It notices every change since the first loo
 JSON file a checkpoint below STATE/pins/, named after the real path of the checkpoint.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -105,7 +106,9 @@ def _read(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise TrustError(f"pin {path} cannot be read: {error.strerror}") from error
+        if error.errno == errno.ELOOP:
+            raise TrustError(f"pin {path} is a link") from error
+        raise os_refusal(error, f"read pin {path}") from error
     if file is None or file.mode & stat.S_IWOTH:
         raise TrustError(
             f"pin {path} is not a regular file, or everybody may write it", hint=f"look at it, then chmod 640 {path}"
