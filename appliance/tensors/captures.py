@@ -40,9 +40,10 @@ def hides_tensor(root: object, known: dict[int, object], opaque: tuple[type, ...
     stack = [root]
     while stack:
         value = stack.pop()
-        if isinstance(value, HIDDEN):
+        kind = type(value)
+        if issubclass(kind, HIDDEN):
             return True
-        if id(value) in known or id(value) in seen or isinstance(value, opaque) or _IS_MACHINERY[type(value)]:
+        if id(value) in known or id(value) in seen or issubclass(kind, opaque) or _IS_MACHINERY[kind]:
             continue
         seen[id(value)] = value
         stack.extend(_parts(value))
@@ -53,20 +54,21 @@ _IS_MACHINERY = ByClass(is_machinery)
 
 
 def _parts(value: Any) -> Iterable[object]:
-    if isinstance(value, types.FunctionType):
+    kind = type(value)
+    if kind is types.FunctionType:
         # Not __globals__: they lead everywhere.
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return (*(value.__closure__ or ()), *defaults, *vars(value).values())
-    if isinstance(value, types.MethodType):
+    if kind is types.MethodType:
         return (value.__self__, value.__func__)
-    if isinstance(value, types.BuiltinMethodType):
+    if kind is types.BuiltinMethodType:
         return (value.__self__,)
-    if isinstance(value, partial):
-        return (value.func, *value.args, *value.keywords.values(), *vars(value).values())
     parts = [*attributes(value).values()]
-    if isinstance(value, dict):
+    if issubclass(kind, partial):
+        parts += [value.func, *value.args, *value.keywords.values()]
+    elif issubclass(kind, dict):
         parts += [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+    elif issubclass(kind, list | tuple | set | frozenset | deque):
         parts += value
     elif not parts:  # a cell, an iterator, an object made in C
         parts += gc.get_referents(value)

@@ -119,20 +119,22 @@ class _Walker:
         """List the tensors that are not registered."""
         while self._queue:
             path, holder, slot = self._queue.popleft()
-            if isinstance(holder, nn.Module):
+            # issubclass, not isinstance: that asks the instance, and there are some that answer with an error.
+            kind = type(holder)
+            if issubclass(kind, nn.Module):
                 self._visit_attributes(path, holder.__dict__, holder, _REGISTRIES)
                 continue
             self._count()
             self.inventory.holders.setdefault(path, holder)
-            if isinstance(holder, tuple):
+            if issubclass(kind, tuple):
                 for index, value in enumerate(holder):
                     self._visit((*path, index), value, holder, slot)
                 continue
             self._visit_attributes(path, instance_dict(holder), holder, frozenset())
-            if isinstance(holder, dict):
+            if issubclass(kind, dict):
                 for key, value in holder.items():
                     self._visit_item(path, key, value, holder)
-            elif isinstance(holder, list | deque):
+            elif issubclass(kind, list | deque):
                 for index, value in enumerate(holder):
                     self._visit((*path, index), value, holder)
 
@@ -157,8 +159,9 @@ class _Walker:
             raise TensorError(f"tensors that only this process can have, held by {named(places)}")
 
     def _visit(self, path: Path, value: Any, holder: Any, parent: Slot | None = None) -> None:
-        nature = _NATURES[type(value)]
-        if nature is _Nature.ATOM or isinstance(value, self._opaque):
+        kind = type(value)
+        nature = _NATURES[kind]
+        if nature is _Nature.ATOM or issubclass(kind, self._opaque):
             return
         if nature is _Nature.TENSOR:
             self._add_slot(Slot(path, "attribute", False, holder, value, parent))
@@ -184,8 +187,10 @@ class _Walker:
     def _visit_item(self, path: Path, key: object, value: object, holder: dict[Any, Any]) -> None:
         if type(key) is int or (type(key) is str and key.isprintable() and len(key) <= LIMIT_TEXT):
             self._visit((*path, Key(key)), value, holder)
-        elif type(value) not in _ATOMS:
-            self._captures.append(((*path, Key(repr(key))), value))
+            return
+        for part in (key, value):
+            if type(part) not in _ATOMS:
+                self._captures.append(((*path, Key(_brief(key))), part))
 
     def _add_slot(self, slot: Slot) -> None:
         self.inventory.slots[slot.path] = slot
@@ -198,6 +203,10 @@ class _Walker:
         self._visited += 1
         if self._visited > LIMIT_OBJECTS:
             raise TensorError(f"more than {LIMIT_OBJECTS} objects to look for tensors in")
+
+
+def _brief(key: object) -> str:
+    return str(key)[:20] if type(key) in _ATOMS else f"a {type(key).__name__}"
 
 
 def _nature(kind: type) -> _Nature:
