@@ -30,6 +30,11 @@ class Lease:
         """Whether a keeper knows at this moment that the shard is mapped here."""
         return self._client is not None
 
+    @property
+    def alive(self) -> bool:
+        """Whether the shard is leased, or will be when its keeper is back; False once that holds other weights."""
+        return self._thread.is_alive()
+
     def use(self, act: Callable[[KeeperClient], None]) -> None:
         """Do something over the connection, if there is one; a keeper that just went away is no error."""
         with self._lock, contextlib.suppress(ApplianceError):
