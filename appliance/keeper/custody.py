@@ -94,12 +94,13 @@ class Custody:
         if not shards:
             return
         with self._lock:
-            for shard in shards:
-                for name in reversed(_named(shard)):
-                    if name in self._names:
-                        self._notifier.remove(name)
-                        self._names.discard(name)
-                shard.close()
+            try:
+                for name in (name for shard in shards for name in reversed(_named(shard)) if name in self._names):
+                    self._notifier.remove(name)
+                    self._names.discard(name)
+            finally:
+                for shard in shards:
+                    shard.close()
             # A manager that is slow frees the memory later: nothing here depends on it.
             with contextlib.suppress(HostError, ResourceError):
                 self._notifier.barrier()

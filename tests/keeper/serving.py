@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -44,14 +45,14 @@ class Serving:
         self.target = target
         self.notifier = Notifier(environ or {})
         self.custody = Custody(self.notifier)
-        answers = Answers(
+        self.answers = Answers(
             self.holdings,
             self.custody,
             model="m",
             target=lambda: self.target,
             status=lambda: status(self.holdings, model="m", target=self.target, signer=""),
         )
-        self._server = KeeperServer(self.holdings, answers, model="m", gid=gid)
+        self._server = KeeperServer(self.holdings, self.answers, model="m", gid=gid)
         self._listener = listen(self.path, gid=gid)
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -97,6 +98,13 @@ class Serving:
                     await self.holdings.changed()
 
         self.do(until())
+
+    def wait_for_storing(self) -> None:
+        """Return once a donation is being stored with a service manager that does not answer."""
+        deadline = time.monotonic() + WAIT_TIMEOUT_S
+        while not self.answers._storing:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def close(self) -> None:
         if self.alive:
