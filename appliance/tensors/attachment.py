@@ -54,13 +54,18 @@ def _device(mappings: Sequence[Mapping]) -> torch.device:
 
 def _memory(layout: Layout, mappings: Sequence[Mapping], *, copy: bool) -> list[torch.UntypedStorage]:
     """Return the storage of each region: in the mapping, or a private copy."""
-    windows = [mappings[region.slab].window(region.offset_bytes, region.size_bytes) for region in layout.regions]
-    sources = over(windows, _device(mappings))
+    # One window a slab and not one a region: torch asks a GPU's driver about each.
+    slabs = over([mapping.window(0, mapping.size_bytes) for mapping in mappings], _device(mappings))
     on_host = {entry.region for entry in layout.entries if entry.spec.on_host}
-    for index, (region, source) in enumerate(zip(layout.regions, sources, strict=True)):
+    memory = []
+    for index, region in enumerate(layout.regions):
+        slab, start, end = slabs[region.slab], region.offset_bytes, region.offset_bytes + region.size_bytes
         if copy or not region.shared or index in on_host:
-            sources[index] = _copied(source, _CPU if index in on_host else source.device)
-    return [source.untyped_storage() for source in sources]
+            memory.append(_copied(slab[start:end], _CPU if index in on_host else slab.device).untyped_storage())
+        else:
+            # A storage of its own, for who asks which tensors share one; it keeps the slab's alive.
+            memory.append(slab.untyped_storage()[start:end])
+    return memory
 
 
 def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
