@@ -1,6 +1,7 @@
 """Every tensor of a module is found, and what could not be bound is refused by name."""
 
 import functools
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -229,7 +230,8 @@ def test_captures_without_tensors_and_of_what_is_found_anyway_are_none() -> None
 
 def test_a_scripted_module_is_refused_by_name() -> None:
     module = Box()
-    with pytest.warns(DeprecationWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         module.inner = torch.jit.script(nn.Linear(1, 1))
     with pytest.raises(TensorError, match="inner"):
         walk(module)
