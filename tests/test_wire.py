@@ -16,29 +16,10 @@ from appliance import memfd, wire
 from appliance.descriptors import Descriptor, close_all
 from appliance.errors import PeerError
 from tests.descriptors import count_descriptors, room_for
-
-EVERY_MESSAGE: list[type[wire.Message]] = wire.Message.__subclasses__()
-
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-_SECONDS = st.floats(0, 1e9, allow_nan=False)
-_VALUES: dict[Any, st.SearchStrategy[Any]] = {
-    str: _TEXT,
-    int: st.integers(-(1 << 61), 1 << 61),
-    bool: st.booleans(),
-    float: _SECONDS,
-    dict[str, str]: st.dictionaries(_TEXT, _TEXT, max_size=4),
-    dict[str, float]: st.dictionaries(_TEXT, _SECONDS, max_size=4),
-    dict[str, Any]: st.dictionaries(_TEXT, st.none() | st.integers(-9, 9) | _TEXT | st.lists(_TEXT), max_size=4),
-    list[list[str]]: st.lists(st.lists(_TEXT, max_size=4), max_size=4),
-}
+from tests.messages import EVERY_MESSAGE, messages
 
 WRONG: list[Any] = [None, [], {}, [["a"], 1], {"a": None}, "text", 7, True, 0.5, [[{}]]]
 VALID = {"v": 1, "op": "describe", "role": "target", "rank": 0, "wait_s": 1.5}
-
-
-def messages(kind: type[wire.Message]) -> st.SearchStrategy[wire.Message]:
-    types = typing.get_type_hints(kind)
-    return st.builds(kind, **{item.name: _VALUES[types[item.name]] for item in dataclasses.fields(kind)})
 
 
 @pytest.fixture

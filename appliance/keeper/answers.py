@@ -8,7 +8,7 @@ from appliance import wire
 from appliance.errors import HostError, PeerError, ResourceError
 from appliance.events import INFO, WARNING, event
 from appliance.fingerprint import Fingerprint
-from appliance.keeper.connection import Connection, RefuseError
+from appliance.keeper.connection import Connection, GoneError, RefuseError
 from appliance.keeper.custody import Custody
 from appliance.keeper.holdings import Holdings, Lease, SlotKey
 from appliance.keeper.shard import Shard, checked
@@ -94,7 +94,7 @@ class Answers:
                 finally:
                     change.cancel()
                 if stirred.done():
-                    raise PeerError(f"{connection.client} went away or spoke while it waited")
+                    await _expect_gone(connection)
         connection.described = True
         connection.send(wire.Described(shard_id=shard.record.shard_id), [shard.held, shard.configs])
 
@@ -271,6 +271,14 @@ class Answers:
             detail = f"no {printable(role[:40])} rank {rank} here; there is {known}"
             raise RefuseError(refused(Reason.NOT_RESIDENT, detail))
         return key
+
+
+async def _expect_gone(connection: Connection) -> None:
+    packet = await connection.receive()
+    if packet is None:
+        raise GoneError(f"{connection.client} is gone")
+    packet.close()
+    raise PeerError(f"{connection.client} spoke while it waited")
 
 
 def _name(connection: Connection, client: str) -> None:

@@ -31,6 +31,10 @@ class RefuseError(PeerError):
         self.verdict = verdict
 
 
+class GoneError(PeerError):
+    """The client went away; nobody is left to be told anything."""
+
+
 @dataclass(frozen=True)
 class Credentials:
     """Who connected, as the kernel says."""
@@ -69,11 +73,13 @@ class Connection:
                 return None
 
     def send(self, message: wire.Message, descriptors: Iterable[Descriptor] = ()) -> None:
-        """Send now; PeerError where the client does not read what it asked for, or is gone."""
+        """Send now; PeerError where the client does not read what it asked for, GoneError where it is gone."""
         try:
             wire.send(self._channel, message, descriptors)
         except BlockingIOError as error:
             raise PeerError(f"{self.client} does not read its replies") from error
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise GoneError(f"{self.client} is gone") from error
         except OSError as error:
             raise PeerError(f"cannot answer {self.client}: {error.strerror}") from error
 

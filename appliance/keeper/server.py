@@ -7,7 +7,7 @@ import socket
 from appliance.errors import PeerError
 from appliance.events import WARNING, event
 from appliance.keeper.answers import Answers
-from appliance.keeper.connection import Connection, RefuseError
+from appliance.keeper.connection import Connection, GoneError, RefuseError
 from appliance.keeper.holdings import Holdings
 from appliance.verdict import Reason, refused
 
@@ -72,6 +72,8 @@ class KeeperServer:
         try:
             self._admit(connection)
             await self._converse(connection)
+        except GoneError:
+            pass
         except PeerError as error:
             verdict = error.verdict if isinstance(error, RefuseError) else refused(Reason.PROTOCOL, str(error))
             event(f"client refused: {verdict}", priority=WARNING, model=self._model, pid=connection.peer.pid)

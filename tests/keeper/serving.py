@@ -106,6 +106,11 @@ class Serving:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
+    def wait_for_end(self) -> None:
+        """Return once the server has ended by itself; `close` says why."""
+        self._thread.join(WAIT_TIMEOUT_S)
+        assert not self.alive
+
     def close(self) -> None:
         if self.alive:
             self._loop.call_soon_threadsafe(self._stop.set)

@@ -12,7 +12,7 @@ import pytest
 from appliance import memfd, wire
 from appliance.client import RefusedError
 from appliance.descriptors import Descriptor
-from appliance.errors import HostError
+from appliance.errors import HostError, PeerError
 from appliance.fingerprint import Fingerprint
 from appliance.keeper.holdings import State
 from appliance.verdict import Reason
@@ -363,8 +363,9 @@ def test_a_service_manager_that_is_gone_costs_the_donation_and_ends_the_keeper(t
         serving.connect() as donor,
     ):
         offer(donor)
-        with closing(donation_of()) as donation, pytest.raises(Exception, match="closed the connection"):
+        with closing(donation_of()) as donation, pytest.raises(PeerError, match="closed the connection"):
             donate(donor, donation)
+        serving.wait_for_end()
 
 
 def test_a_keeper_out_of_descriptors_refuses_a_donation_and_loses_nothing(
