@@ -11,6 +11,7 @@ from appliance.engine.generation import LanguageModel
 from appliance.engine.model import load
 from appliance.engine.tokenizer import load_tokenizer
 from tests.engine.checkpoints import make_checkpoint, read_tensors
+from tests.engine.serving import Held, Served, held_model, serving
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +32,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def language_model(checkpoint: Path) -> LanguageModel:
     module = load(checkpoint, read_tensors(checkpoint), dtype="auto")
     return LanguageModel(module, load_tokenizer(checkpoint), defaults=load_sampling_defaults(checkpoint))
+
+
+@pytest.fixture
+def served(language_model: LanguageModel) -> Iterator[Served]:
+    with serving(language_model) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def held(checkpoint: Path) -> Held:
+    return held_model(checkpoint)

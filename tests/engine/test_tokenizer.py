@@ -20,7 +20,7 @@ def test_a_conversation_is_written_by_the_template_and_left_open_for_the_assista
 
 def test_decoding_leaves_special_tokens_and_spaces_alone(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
-    ids = tokenizer.encode("a , b . do n't") + [small_tokenizer().eos_token_id]
+    ids = [*tokenizer.encode("a , b . do n't"), small_tokenizer().eos_token_id]
     assert tokenizer.decode(ids) == "a , b . do n't"
 
 
@@ -46,7 +46,9 @@ def test_a_checkpoint_without_a_template_says_so(checkpoint: Path, tmp_path: Pat
     assert load_tokenizer(checkpoint).has_chat_template
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"{", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "X"}}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"{", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "X"}}']
+)
 def test_a_broken_tokenizer_is_refused_by_place(checkpoint: Path, tmp_path: Path, content: bytes) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_bytes(content)
