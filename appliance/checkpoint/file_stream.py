@@ -14,6 +14,8 @@ from appliance.descriptors import Descriptor
 from appliance.errors import TrustError
 
 _IOV_MAX = 1024
+# What a read that must not wait can fail with: nothing cached, or no such reads on this file system or kernel.
+_CANNOT_SAY = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 Piece = list[memoryview]
 
@@ -71,11 +73,15 @@ class FileStream:
         if self._opened is not None:
             return
         descriptor = open_file(self.root, self.path)
-        before = FileStat.of(os.fstat(descriptor.fileno()))
+        try:
+            before = FileStat.of(os.fstat(descriptor.fileno()))
+            os.posix_fadvise(descriptor.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        except OSError as error:
+            descriptor.close()
+            raise os_refusal(error, f"look at {self.root.path / self.path}") from error
         self._opened = descriptor, before
         if before.size_bytes != self.size_bytes:
             raise self._refusal("changed size while the checkpoint was read")
-        os.posix_fadvise(descriptor.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def fileno(self) -> int:
         """Return the open file's descriptor; it stays owned here."""
@@ -97,9 +103,11 @@ class FileStream:
             try:
                 count = os.preadv(descriptor.fileno(), rest[:_IOV_MAX], self.position, 0 if wait else os.RWF_NOWAIT)
             except OSError as error:
-                if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+                if not wait and error.errno in _CANNOT_SAY:
                     break
                 raise os_refusal(error, f"read {self.root.path / self.path}") from error
+            if count == 0 and not wait:
+                break
             if count == 0:
                 raise self._refusal("was cut short while it was read")
             self.position += count
@@ -116,8 +124,12 @@ class FileStream:
     def finish(self) -> None:
         """Check that the file is still as it was, settle its digest, check that too, and close."""
         descriptor, before = self._open_now()
-        differing = before.differing(FileStat.of(os.fstat(descriptor.fileno())))
-        self.close()
+        try:
+            differing = before.differing(FileStat.of(os.fstat(descriptor.fileno())))
+        except OSError as error:
+            raise os_refusal(error, f"look at {self.root.path / self.path}") from error
+        finally:
+            self.close()
         if differing:
             raise self._refusal(f"changed while it was read ({', '.join(differing)})")
         digest = self._hasher.hexdigest()

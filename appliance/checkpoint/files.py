@@ -74,18 +74,13 @@ def list_files(root: CheckpointRoot, *, ignored: Collection[str] = IGNORED) -> t
     pending = [""]
     while pending:
         folder = pending.pop()
-        try:
-            with os.scandir(root.path / folder) as entries:
-                listed = list(entries)
-        except OSError as error:
-            raise os_refusal(error, f"list {root.path / folder}") from error
-        for entry in listed:
+        for entry, is_folder in _entries(root.path / folder):
             path = f"{folder}/{entry.name}" if folder else entry.name
             if is_ignored(path, ignored=ignored):
                 continue
             if reason := path_fault(path):
                 raise TrustError(f"checkpoint {root}: file name {path!r} {reason}")
-            if entry.is_dir(follow_symlinks=False):
+            if is_folder:
                 pending.append(path)
             else:
                 found.append(_file(root, path, entry))
@@ -147,7 +142,12 @@ def open_file(root: CheckpointRoot, path: str) -> Descriptor:
         descriptor = _open(locate(root, path))
     if descriptor is None:
         raise TrustError(f"checkpoint {root}: {path} is not a regular file, or changed while it was looked up")
-    if not stat.S_ISREG(os.fstat(descriptor.fileno()).st_mode):
+    try:
+        mode = os.fstat(descriptor.fileno()).st_mode
+    except OSError as error:
+        descriptor.close()
+        raise os_refusal(error, f"look at {root.path / path}") from error
+    if not stat.S_ISREG(mode):
         descriptor.close()
         raise TrustError(f"checkpoint {root}: {path} is not a regular file")
     return descriptor
@@ -165,9 +165,18 @@ def _open(path: Path) -> Descriptor | None:
         raise os_refusal(error, f"open {path}") from error
 
 
-def _file(root: CheckpointRoot, path: str, entry: "os.DirEntry[str]") -> CheckpointFile:
-    is_link = entry.is_symlink()
+def _entries(folder: Path) -> "list[tuple[os.DirEntry[str], bool]]":
+    """Return what is in a directory, and whether it is a directory itself (a link to one is not)."""
     try:
+        with os.scandir(folder) as entries:
+            return [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    except OSError as error:
+        raise os_refusal(error, f"list {folder}") from error
+
+
+def _file(root: CheckpointRoot, path: str, entry: "os.DirEntry[str]") -> CheckpointFile:
+    try:
+        is_link = entry.is_symlink()
         result = locate(root, path).lstat() if is_link else entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         raise TrustError(f"checkpoint {root}: {path} went away while the directory was listed") from None

@@ -1,5 +1,6 @@
 """The public keys an operator trusts, found again by the fingerprint that a signature carries."""
 
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ def _key_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     try:
+        if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise ConfigError(f"trust: everybody may put keys into {path}", hint=f"look into it, then chmod 755 {path}")
         return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
     except OSError as error:
         raise os_refusal(error, f"list keys in {path}") from error

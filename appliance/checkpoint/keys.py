@@ -106,7 +106,10 @@ def load_private_key(path: Path) -> PrivateKey:
 
 def load_public_key(path: Path) -> PublicKey:
     """Return the key, named after its file; ConfigError when it is private, a certificate, or no known EC curve."""
-    data = _read(path).data
+    file = _read(path)
+    data = file.data
+    if file.mode & stat.S_IWOTH:
+        raise ConfigError(f"public key {path}: everybody may write it", hint=f"look at it, then chmod 644 {path}")
     label = _label(path, data)
     if "PRIVATE KEY" in label:
         raise ConfigError(

@@ -128,10 +128,13 @@ def parse_header(text: bytes, *, file_bytes: int, what: str) -> Header:
 
 
 def _pread(fd: int, size_bytes: int, offset: int, what: str) -> bytes:
+    data = b""
     try:
-        return os.pread(fd, size_bytes, offset)
+        while len(data) < size_bytes and (part := os.pread(fd, size_bytes - len(data), offset + len(data))):
+            data = data + part if data else part
     except OSError as error:
         raise os_refusal(error, f"read {what}") from error
+    return data
 
 
 def _short(value: object) -> str:

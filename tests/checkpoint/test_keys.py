@@ -233,3 +233,16 @@ class TestKeyring:
             Keyring.load([])
         with pytest.raises(ConfigError, match="none"):
             Keyring.load([tmp_path / "none"])
+
+    def test_keys_that_everybody_may_write_or_add_are_not_trusted(self, tmp_path: Path) -> None:
+        folder = tmp_path / "trust"
+        folder.mkdir()
+        generate_key(folder / "a.key")
+        (folder / "a.pub").chmod(0o666)
+        with pytest.raises(ConfigError, match=r"a\.pub: everybody may write it"):
+            Keyring.load([folder])
+        (folder / "a.pub").chmod(0o664)
+        Keyring.load([folder])
+        folder.chmod(0o777)
+        with pytest.raises(ConfigError, match="everybody may put keys into"):
+            Keyring.load([folder])

@@ -245,11 +245,24 @@ def test_a_wrong_digest_stops_the_rest_and_names_the_file(tmp_path: Path, monkey
     expected["f000"] = "0" * 64
     sizes = {name: len(data) for name, data in contents.items()}
     done = make_streams(find_root(tmp_path), sizes, algorithm="sha256", expected=expected)
+    failed = threading.Event()
+    open_file, stop = FileStream.open, streams._Work._stop
+
+    def wait_for_the_failure(stream: FileStream) -> None:
+        open_file(stream)
+        if stream.path != "f000":
+            assert failed.wait(30)
+
+    def stop_and_tell(work: streams._Work, error: BaseException | None) -> None:
+        stop(work, error)
+        failed.set()
+
+    monkeypatch.setattr(FileStream, "open", wait_for_the_failure)
+    monkeypatch.setattr(streams._Work, "_stop", stop_and_tell)
     with pytest.raises(TrustError, match="f000 is not the file that was signed or pinned") as caught:
-        run_streams(done, threads=1)
+        run_streams(done)
     assert "0000000000000000..." in str(caught.value)
-    # The largest file comes first, so hardly any other was read to its end.
-    assert sum(stream.outcome is not None for stream in done) < 90
+    assert [stream.path for stream in done if stream.outcome] == []
 
 
 def test_a_disk_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
