@@ -204,13 +204,12 @@ class Unit:
         try:
             while not process.exited and not self._given_up():
                 await self._woken(self._next_deadline())
-                self._listen()
+                self._listen()  # also for what it sent with its last breath, descriptors included
                 self._step(process)
         except BaseException:
             process.kill_group()
             raise
         self._exit_status, all_gone = await process.end(timeout_s=KILL_TIMEOUT_S)
-        self._listen()  # what it sent with its last breath, descriptors included
         self._process = None
         ran_s = 0.0 if self._ready_at is None else self._now() - self._ready_at
         self._conclude(all_gone=all_gone)

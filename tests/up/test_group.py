@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.descriptors import Descriptor
+from appliance.up import group
 from appliance.up.group import MARK, in_group, kill_leftovers, kill_members
 from tests.up.stage import ends
 
@@ -67,6 +69,23 @@ def test_what_a_dead_process_started_is_killed_wherever_it_went(
     os.waitid(os.P_PID, main.pid, os.WEXITED | os.WNOWAIT)
     assert kill_members(main.pid, "/run/x/engine@a", timeout_s=20)
     assert ends(child)
+
+
+def test_what_is_started_while_the_others_are_killed_is_killed_too(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = start(started, PARENT, "own", mark="/run/x/engine@a")
+    child, late = child_of(main), list[int]()
+    all_end = group._all_end
+
+    def all_end_late(pidfds: list[Descriptor], deadline: float) -> bool:
+        if not late:
+            late.append(child_of(start(started, PARENT, "own", mark="/run/x/engine@a")))
+        return all_end(pidfds, deadline)
+
+    monkeypatch.setattr(group, "_all_end", all_end_late)
+    assert kill_members(main.pid, "/run/x/engine@a", timeout_s=20)
+    assert ends(child) and ends(late[0])
 
 
 def test_a_process_that_forks_while_it_is_killed_leaves_nothing(started: list[subprocess.Popen[bytes]]) -> None:
