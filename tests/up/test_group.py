@@ -41,6 +41,12 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.stdout.close()
 
 
+@pytest.fixture
+def here(folder: Path) -> str:
+    """A folder that no other test's units are marked with, also not one that runs beside this."""
+    return str(folder)
+
+
 def start(
     started: list[subprocess.Popen[bytes]], code: str, *arguments: str, mark: str = "", new_session: bool = True
 ) -> subprocess.Popen[bytes]:
@@ -61,37 +67,41 @@ def child_of(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.parametrize("session", ["same", "own"])
 def test_what_a_dead_process_started_is_killed_wherever_it_went(
-    session: str, started: list[subprocess.Popen[bytes]]
+    here: str, session: str, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    main = start(started, PARENT, session, mark="/run/x/engine@a")
+    main = start(started, PARENT, session, mark=f"{here}/x/engine@a")
     child = child_of(main)
     main.kill()
     os.waitid(os.P_PID, main.pid, os.WEXITED | os.WNOWAIT)
-    assert kill_members(main.pid, "/run/x/engine@a", timeout_s=20)
+    assert kill_members(main.pid, f"{here}/x/engine@a", timeout_s=20)
     assert ends(child)
 
 
 def test_what_is_started_while_the_others_are_killed_is_killed_too(
-    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    here: str, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main = start(started, PARENT, "own", mark="/run/x/engine@a")
+    main = start(started, PARENT, "own", mark=f"{here}/x/engine@a")
     child, late = child_of(main), list[int]()
     all_end = group._all_end
 
     def all_end_late(pidfds: list[Descriptor], deadline: float) -> bool:
         if not late:
-            late.append(child_of(start(started, PARENT, "own", mark="/run/x/engine@a")))
+            late.append(child_of(start(started, PARENT, "own", mark=f"{here}/x/engine@a")))
         return all_end(pidfds, deadline)
 
     monkeypatch.setattr(group, "_all_end", all_end_late)
-    assert kill_members(main.pid, "/run/x/engine@a", timeout_s=20)
+    assert kill_members(main.pid, f"{here}/x/engine@a", timeout_s=20)
     assert ends(child) and ends(late[0])
 
 
-def test_a_process_that_forks_while_it_is_killed_leaves_nothing(started: list[subprocess.Popen[bytes]]) -> None:
-    main = start(started, FORKER, mark="/run/x/forker")
-    assert kill_members(main.pid, "/run/x/forker", timeout_s=20)
-    marked = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and is_marked(pid, b"/run/x/forker")]
+def test_a_process_that_forks_while_it_is_killed_leaves_nothing(
+    here: str, started: list[subprocess.Popen[bytes]]
+) -> None:
+    main = start(started, FORKER, mark=f"{here}/x/forker")
+    assert kill_members(main.pid, f"{here}/x/forker", timeout_s=20)
+    marked = [
+        pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and is_marked(pid, here.encode() + b"/x/forker")
+    ]
     assert marked == []
 
 
@@ -102,42 +112,47 @@ def is_marked(process: Path, mark: bytes) -> bool:
         return False
 
 
-def test_another_unit_is_left_alone_though_its_name_begins_alike(started: list[subprocess.Popen[bytes]]) -> None:
-    main, other = (start(started, PARENT, "own", mark=mark) for mark in ("/run/x/engine@a", "/run/x/engine@a2"))
+def test_another_unit_is_left_alone_though_its_name_begins_alike(
+    here: str, started: list[subprocess.Popen[bytes]]
+) -> None:
+    main, other = (start(started, PARENT, "own", mark=mark) for mark in (f"{here}/x/engine@a", f"{here}/x/engine@a2"))
     children = child_of(main), child_of(other)
-    assert kill_members(main.pid, "/run/x/engine@a", timeout_s=20)
+    assert kill_members(main.pid, f"{here}/x/engine@a", timeout_s=20)
     assert ends(children[0])
     assert other.poll() is None
     os.kill(children[1], 0)
-    assert kill_members(other.pid, "/run/x/engine@a2", timeout_s=20)
+    assert kill_members(other.pid, f"{here}/x/engine@a2", timeout_s=20)
     assert ends(children[1])
 
 
 def test_what_another_supervisor_left_is_killed_by_the_folder_it_belonged_to(
+    here: str,
     started: list[subprocess.Popen[bytes]],
 ) -> None:
-    main, other = (start(started, PARENT, "own", mark=mark) for mark in ("/run/x/.up/engine@a", "/run/y/.up/engine@a"))
+    main, other = (
+        start(started, PARENT, "own", mark=mark) for mark in (f"{here}/x/.up/engine@a", f"{here}/y/.up/engine@a")
+    )
     children = child_of(main), child_of(other)
-    assert kill_leftovers("/run/x/.up/", timeout_s=20)
+    assert kill_leftovers(f"{here}/x/.up/", timeout_s=20)
     assert ends(main.pid) and ends(children[0])
     assert other.poll() is None
-    assert kill_leftovers("/run/y/.up/", timeout_s=20)
+    assert kill_leftovers(f"{here}/y/.up/", timeout_s=20)
     assert ends(children[1])
 
 
-def test_nothing_to_kill_is_no_failure() -> None:
-    assert kill_leftovers("/run/nobody/ever/", timeout_s=1)
+def test_nothing_to_kill_is_no_failure(here: str) -> None:
+    assert kill_leftovers(f"{here}/nobody/ever/", timeout_s=1)
 
 
-def test_the_caller_itself_is_never_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_itself_is_never_killed(here: str) -> None:
     code = (
         "import os, sys; sys.path[:] = sys.argv[1].split(':')\n"
         "from appliance.up.group import kill_leftovers\n"
-        "print(kill_leftovers('/run/self/', timeout_s=1))\n"
+        "print(kill_leftovers(sys.argv[2], timeout_s=1))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, ":".join(sys.path)],
-        env={**os.environ, MARK: "/run/self/engine@a"},
+        [sys.executable, "-I", "-S", "-c", code, ":".join(sys.path), f"{here}/"],
+        env={**os.environ, MARK: f"{here}/engine@a"},
         capture_output=True,
         check=False,
         timeout=20,

@@ -2,6 +2,7 @@ import asyncio
 import os
 import signal
 import unicodedata
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def run_to_end(*steps: str, argv: tuple[str, ...] | None = None, **settings: Any
         process = Process(
             argv or puppet(*steps),
             environment=dict(os.environ),
-            mark="/run/test/process",
+            mark=f"/test/{uuid.uuid4()}",
             on_line=lambda stream, line: lines.append((stream, line)),
             on_exit=ended.set,
             **settings,
@@ -69,7 +70,7 @@ def scenario_with(steps: tuple[str, ...], play: Callable[[Process], Any]) -> Any
         process = Process(
             puppet(*steps),
             environment=dict(os.environ),
-            mark="/run/test/process",
+            mark=f"/test/{uuid.uuid4()}",
             on_line=lambda stream, line: None,
             on_exit=ended.set,
         )
@@ -95,7 +96,7 @@ def test_ending_one_that_still_runs_kills_it(folder: Path) -> None:
         process = Process(
             puppet("ignore SIGTERM", f"report {folder}/report", "wait"),
             environment=dict(os.environ),
-            mark="/run/test/process",
+            mark=f"/test/{uuid.uuid4()}",
             on_line=lambda stream, line: None,
             on_exit=lambda: None,
         )
@@ -118,7 +119,11 @@ def test_a_program_that_floods_the_terminal_lets_the_loop_live() -> None:
     async def scenario() -> int:
         turns = 0
         process = Process(
-            ("yes",), environment=dict(os.environ), mark="/x", on_line=lambda stream, line: None, on_exit=lambda: None
+            ("yes",),
+            environment=dict(os.environ),
+            mark=f"/test/{uuid.uuid4()}",
+            on_line=lambda stream, line: None,
+            on_exit=lambda: None,
         )
         for _ in range(50):
             await asyncio.sleep(0.001)
@@ -133,7 +138,9 @@ def test_a_program_that_floods_the_terminal_lets_the_loop_live() -> None:
 def test_a_start_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         with pytest.raises(OSError, match="No such file"):
-            Process(("true",), environment={}, mark="/x", on_line=lambda *_: None, on_exit=lambda: None)
+            Process(
+                ("true",), environment={}, mark=f"/test/{uuid.uuid4()}", on_line=lambda *_: None, on_exit=lambda: None
+            )
 
     monkeypatch.setattr("sys.executable", "/no/such/python")
     asyncio.run(scenario())
