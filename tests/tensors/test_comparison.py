@@ -1,0 +1,155 @@
+"""What differs between two modules is seen, whatever it is."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from appliance.tensors.comparison import differences
+from tests.tensors.modules import Box, Helper, Special
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    model: Any = Box()
+    model.one, model.other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    model.other.weight = model.one.weight
+    model.register_buffer("scale", torch.tensor([1.0, math.nan, -0.0]))
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    model.pair = [whole := torch.zeros(4), whole[1:3]]
+    model.helper = Helper()
+    model.helper.table, model.helper.kind, model.helper.names = {"a": torch.ones(1)}, "fast", {"x", "y"}
+    model.complex = torch.ones(2, dtype=torch.complex128).conj()
+    return model
+
+
+def _rebuilt(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        model._buffers[name] = change(model._buffers[name])
+
+    return apply
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    tensor.view(torch.uint8)[0] ^= 1
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a bit of a parameter": (lambda model: _flip(model.one.weight.data), "one.weight: other bytes"),
+    "the sign of zero": (lambda model: model.scale.neg_(), "scale: other bytes"),
+    "the payload of a NaN": (lambda model: model.scale.view(torch.int32)[1:2].add_(1), "scale: other bytes"),
+    "the second half of a complex number": (
+        lambda model: torch.view_as_real(model.complex.conj())[1, 1:].add_(1),
+        "complex: other bytes",
+    ),
+    "a value in a helper": (lambda model: model.helper.table["a"].add_(1), "helper.table['a']: other bytes"),
+    "a shape": (_rebuilt("scale", lambda tensor: tensor[None]), "scale: shape (3,) and (1, 3)"),
+    "strides": (_rebuilt("cache", lambda tensor: torch.zeros(6)[::2]), "cache: stride (1,) and (2,)"),
+    "a dtype": (_rebuilt("cache", lambda tensor: tensor.half()), "cache: dtype float32 and float16"),
+    "a lazy conjugation": (
+        lambda model: setattr(model, "complex", model.complex.resolve_conj()),
+        "complex: conjugated True and False",
+    ),
+    "a class": (
+        lambda model: setattr(model.one, "bias", Special(model.one.bias.data)),
+        "one.bias: type_name torch.nn.parameter.Parameter and tests.tensors.modules.Special",
+    ),
+    "a gradient flag": (
+        lambda model: model.one.bias.requires_grad_(False),
+        "one.bias: requires_grad True and False",
+    ),
+    "persistence": (
+        lambda model: model._non_persistent_buffers_set.clear(),
+        "cache: persistent False and True",
+    ),
+    "a tie": (
+        lambda model: setattr(model.other, "weight", nn.Parameter(model.one.weight.data.clone())),
+        "other.weight: the same object as one.weight and as other.weight",
+    ),
+    "a tie too many": (
+        lambda model: model._buffers.update(cache=model.pair[0][:3].zero_()),
+        "pair[0]: in memory 0 bytes after pair[0] and 0 bytes after cache",
+    ),
+    "shared memory": (
+        lambda model: model.pair.__setitem__(1, torch.zeros(2)),
+        "pair[1]: in memory 4 bytes after pair[0] and 0 bytes after pair[1]",
+    ),
+    "where in shared memory": (
+        lambda model: model.pair.__setitem__(1, model.pair[0][2:4]),
+        "pair[1]: in memory 4 bytes after pair[0] and 8 bytes after pair[0]",
+    ),
+    "a tensor too few": (lambda model: delattr(model, "cache"), "cache: no tensor in the second"),
+    "a tensor too many": (
+        lambda model: setattr(model.helper, "more", torch.ones(1)),
+        "helper.more: no tensor in the first",
+    ),
+    "a tensor on meta": (
+        _rebuilt("cache", lambda tensor: tensor.to("meta")),
+        "cache: cannot be compared, it is on the meta device",
+    ),
+    "a flag": (lambda model: model.eval(), "training: True and False"),
+    "a string in a helper": (lambda model: setattr(model.helper, "kind", "slow"), "helper.kind: 'fast' and 'slow'"),
+    "a flag too many": (lambda model: setattr(model.helper, "done", True), "helper.done: absent and True"),
+    "a flag too few": (lambda model: delattr(model.helper, "kind"), "helper.kind: 'fast' and absent"),
+    "a set": (
+        lambda model: model.helper.names.remove("y"),
+        "helper.names: set of [\"'x'\", \"'y'\"] and set of [\"'x'\"]",
+    ),
+    "the class of a helper": (
+        lambda model: setattr(model, "helper", SimpleNamespace(**vars(model.helper))),
+        "helper: tests.tensors.modules.Helper and types.SimpleNamespace",
+    ),
+    "None where nothing was": (lambda model: model.register_parameter("bias", None), "bias: absent and None"),
+    "a function": (
+        lambda model: setattr(model, "act", torch.nn.functional.silu),
+        "act: absent and torch.nn.functional.silu",
+    ),
+    "an object too many": (
+        lambda model: setattr(model, "more", Helper()),
+        "more: absent and tests.tensors.modules.Helper",
+    ),
+}
+
+
+def test_a_module_and_its_copy_do_not_differ() -> None:
+    model = _model()
+    assert differences(model, model) == []
+    assert differences(model, _model()) == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change: str) -> None:
+    act, line = CHANGES[change]
+    model = _model()
+    with torch.no_grad():
+        act(model)
+    assert line in differences(_model(), model)
+    assert differences(model, _model()) != []
+
+
+def test_a_change_of_a_flag_alone_can_be_left_out() -> None:
+    model = _model()
+    model.helper.kind = "slow"
+    model.eval()
+    assert differences(_model(), model, values=False) == []
+
+
+def test_true_is_not_one() -> None:
+    one, other = _model(), _model()
+    one.helper.flag, other.helper.flag = 1, True
+    assert differences(one, other) == ["helper.flag: 1 and True"]
+
+
+def test_what_was_computed_is_compared_as_a_value() -> None:
+    one, other = _model(), _model()
+    one.computed, other.computed = one.one.weight * 2, (other.one.weight * 2).detach()
+    assert differences(one, other) == []
+
+
+def test_lines_have_an_order() -> None:
+    other = nn.Sequential(*(nn.Linear(1, 1) for _ in range(5)))
+    assert differences(_model(), other) == differences(_model(), other)
