@@ -447,6 +447,15 @@ def test_a_kill_while_it_is_stopped_ends_it_at_once(stage: Stage) -> None:
     play(stage, ("ignore SIGTERM", "ready", "wait"), scenario)
 
 
+def test_a_unit_that_is_killed_is_not_restarted(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until_state(unit, State.ACTIVE)
+        unit.kill()
+        await stage.until_state(unit, State.FAILED)
+
+    assert play(stage, ("ready", "wait"), scenario).status().starts == 1
+
+
 def test_a_caller_that_gives_up_a_stop_does_not_leave_the_unit_half_stopped(stage: Stage) -> None:
     async def scenario(unit: Unit) -> None:
         await stage.until_state(unit, State.ACTIVE)
