@@ -84,7 +84,7 @@ class KeeperClient:
     ) -> Description:
         """Return a shard's record, layout and configs once it is resident; RefusedError after `wait_s` seconds."""
         asked = wire.Describe(role=role, rank=rank, wait_s=wait_s)
-        packet = self._exchange(asked, wire.Described, timeout_s=wait_s + REPLY_TIMEOUT_S, on_progress=on_progress)
+        packet = self._exchange(asked, wire.Described, wait_s=wait_s, on_progress=on_progress)
         held, configs = packet.descriptors
         try:
             with held:
@@ -173,10 +173,10 @@ class KeeperClient:
         expected: type[wire.Message],
         *,
         descriptors: Sequence[Descriptor] = (),
-        timeout_s: float = REPLY_TIMEOUT_S,
+        wait_s: float = 0.0,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> wire.Packet:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + wait_s + REPLY_TIMEOUT_S
         with self._connection_errors():
             self._send(asked, descriptors)
             while True:
