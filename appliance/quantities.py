@@ -21,7 +21,7 @@ _BYTES: dict[str, int] = {
 }
 _NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,9})?"
 _BARE = re.compile(_NUMBER)
-_PART = re.compile(rf"\s*({_NUMBER})\s*(ms|[dhms])(?![a-z])", re.ASCII)
+_PART = re.compile(rf"\s*({_NUMBER})\s*(ms|[dhms])", re.ASCII)
 _SIZE = re.compile(rf"({_NUMBER})\s*([A-Za-z]*)", re.ASCII)
 
 

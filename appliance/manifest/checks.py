@@ -120,8 +120,7 @@ def _gpus_used_twice(manifest: Manifest) -> Iterator[Finding]:
             if gpu in model.gpus[:index]:
                 yield Finding(path, f"GPU {gpu} is listed twice", hint="each rank has a GPU of its own")
             elif user != name:
-                reads = (("models", user, "gpus"),)
-                yield Finding(path, f"GPU {gpu} is already used by model {user!r}", reads=reads)
+                yield Finding(path, f"GPU {gpu} is already used by model {user!r}")
     kinds = {type(gpu) for gpu in users}
     if len(kinds) > 1:
         name = next(name for name, model in manifest.models.items() if model.gpus)
@@ -143,21 +142,19 @@ def _socket_path(manifest: Manifest, name: str) -> Iterator[Finding]:
     size_bytes = len(str(manifest.socket_path(name)).encode("utf-8", "surrogateescape"))
     if size_bytes > MAX_SOCKET_PATH_BYTES:
         what = f"its socket {manifest.socket_path(name)} would have {size_bytes} bytes, and a socket's path has at most"
-        runtime = ("directories", "runtime")
-        yield Finding(
-            ("models", name), f"{what} {MAX_SOCKET_PATH_BYTES}", hint="shorten directories.runtime", reads=(runtime,)
-        )
+        yield Finding(("models", name), f"{what} {MAX_SOCKET_PATH_BYTES}", hint="shorten directories.runtime")
 
 
 def _draft(path: SettingPath, model: Model) -> Iterator[Finding]:
     if model.draft is not None and model.draft.checkpoint is None and model.draft.method is None:
-        yield Finding((*path, "draft"), "needs a checkpoint, a method or both")
+        draft = (*path, "draft")
+        yield Finding(draft, "needs a checkpoint, a method or both", reads=(draft,))
 
 
 def _threads(path: SettingPath, engine: Engine) -> Iterator[Finding]:
     if engine.threads is not None and engine.cpus and engine.threads > len(engine.cpus):
         what = f"{engine.threads} threads share {len(engine.cpus)} CPUs"
-        yield Finding((*path, "engine", "threads"), what, reads=((*path, "engine", "cpus"),), is_error=False)
+        yield Finding((*path, "engine", "threads"), what, is_error=False)
 
 
 def _environment(path: SettingPath, engine: Engine) -> Iterator[Finding]:
@@ -168,5 +165,4 @@ def _environment(path: SettingPath, engine: Engine) -> Iterator[Finding]:
         elif name == "CUDA_VISIBLE_DEVICES":
             yield Finding(where, "is set from the model's gpus", hint="use gpus")
         elif name == "OMP_NUM_THREADS" and engine.threads is not None:
-            reads = ((*path, "engine", "threads"),)
-            yield Finding(where, "is set from threads", hint="remove one of them", reads=reads)
+            yield Finding(where, "is set from threads", hint="remove one of them")

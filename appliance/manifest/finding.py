@@ -10,7 +10,8 @@ from appliance.manifest.problem import SettingPath
 class Finding:
     """One contradiction, or a warning where `is_error` is false.
 
-    `reads` are the other settings that it depends on: if one of them is wrong already, the finding says nothing.
+    `reads` are the other settings whose defaults could lead to it. If one of them is wrong, and only therefore has its
+    default, the finding says nothing.
     """
 
     path: SettingPath
@@ -18,6 +19,11 @@ class Finding:
     hint: str | None = None
     reads: tuple[SettingPath, ...] = ()
     is_error: bool = True
+
+
+def is_within(path: SettingPath, wrong: Collection[SettingPath]) -> bool:
+    """Tell whether a setting is wrong, or in a group that is wrong as a whole."""
+    return any(path[:length] in wrong for length in range(len(path) + 1))
 
 
 def touches(paths: Iterable[SettingPath], wrong: Collection[SettingPath]) -> bool:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from appliance.manifest.checks import findings
 from appliance.manifest.document import Document
-from appliance.manifest.finding import touches
+from appliance.manifest.finding import is_within, touches
 from appliance.manifest.inventory import example
 from appliance.manifest.problem import MAX_SHOWN, ManifestError, Problem, SettingPath
 from appliance.manifest.schema import Manifest
@@ -20,7 +20,7 @@ def validated(document: Document, *, folder: Path) -> tuple[Manifest, tuple[Prob
     manifest, problems, wrong = _manifest_without_wrong_settings(document, folder)
     warnings: list[Problem] = []
     for finding in findings(manifest, wrong=wrong):
-        if not touches((finding.path, *finding.reads), wrong):
+        if not is_within(finding.path, wrong) and not touches(finding.reads, wrong):
             problem = Problem(document.value_place(finding.path), finding.path, finding.message, finding.hint)
             (problems if finding.is_error else warnings).append(problem)
     if problems:
@@ -47,7 +47,7 @@ def _manifest_without_wrong_settings(
             found = error.errors(include_url=False)
         else:
             return manifest, problems, wrong
-        new = [details for details in found if not _is_below(_path(details, document), wrong)]
+        new = [details for details in found if not is_within(_path(details, document), wrong)]
         # Words for a page of nonsense take their time, and nobody reads them.
         problems += [_problem(details, document) for details in new[: MAX_SHOWN + 1]]
         if len(problems) > MAX_SHOWN:
@@ -62,10 +62,6 @@ def _path(details: Any, document: Document) -> SettingPath:
     path: SettingPath = details["loc"]
     # Pydantic's way to say that it is about the key, unless somebody has a key of that name.
     return path[:-1] if path[-1:] == ("[key]",) and path not in document.settings else path
-
-
-def _is_below(path: SettingPath, wrong: set[SettingPath]) -> bool:
-    return any(path[:length] in wrong for length in range(len(path) + 1))
 
 
 def _problem(details: Any, document: Document) -> Problem:
@@ -89,7 +85,7 @@ def _repaired(data: Any, path: SettingPath, *, is_missing: bool) -> Any:
             return data
         group = group[item]
     if is_missing:
-        group[path[-1]] = deepcopy(example(path))
+        group[path[-1]] = example(path)
     else:
         group.pop(path[-1], None)
     return data

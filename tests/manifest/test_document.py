@@ -23,6 +23,10 @@ WORDS = r"""{ } [ ] , : ? - & * ! | > ' " % @ ` # ~ << = \ & &a *a !!str !!int !
     \x8 %YAML %TAG models: chat: checkpoint: engine: port: gpus: trust: wait: environment: args: {} [] 8001 /srv/chat
     vllm GPU-0a1b2c3d-0000-1111-2222-333344445555"""
 BLANKS = ["\n", "\n  ", "\n    ", " ", "\t", "\0", "\r", "\x85", "\ufeff", "\u2028", "x"]
+# Each of the many right models is looked at with each of the many wrong ones in mind.
+HALF_RIGHT = "models:\n" + "".join(
+    f" r{n}: {{checkpoint: /x, engine: {{port: {n + 1}}}}}\n w{n}: {{checkpont: /x}}\n" for n in range(12_000)
+)
 PIECES = [*re.split(r"\s+", WORDS), *BLANKS]
 
 
@@ -63,13 +67,14 @@ def test_a_scalar_is_what_it_looks_like(loader: type) -> None:
         "null": None, "~": None, "true": True, "No": False, "0": 0, "-7": -7, "1.5": 1.5, "text": "text", "=": "=",
         "2026-01-31": "2026-01-31", "12:30": None, '"010"': "010", "'yes'": "yes", "1.2.3": "1.2.3", "0-3": "0-3",
         "y": "y", "+5": 5, ".5": 0.5, "1.0e+3": 1000.0, "127.0.0.1": "127.0.0.1", "1.0e+999": "1.0e+999", "a:b": "a:b",
+        "1:5": None,
     }  # fmt: skip
     text = "".join(f"k{index}: {word}\n" for index, word in enumerate(words))
     document = parse_document(text.encode(), file="F", loader=loader)
     del words["1.0e+999"]
     data = document.data
     assert isinstance(data, dict)
-    assert [problem.path for problem in document.problems] == [("k10",), ("k20",)]
+    assert [problem.path for problem in document.problems] == [("k10",), ("k20",), ("k22",)]
     assert data.pop("k20") is None
     assert list(data.values()) == list(words.values())
     assert [type(value) for value in data.values()] == [type(value) for value in words.values()]
@@ -103,9 +108,10 @@ def test_an_expansion_bomb_is_not_expanded(loader: type) -> None:
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("line", ["*a,", "&a b,", "!!x y,", "? [x], ", "010,", "1: 2,", "<<: 3,"])
 def test_problems_without_end_end_early(line: str, loader: type) -> None:
-    text = "{" if ":" in line or "?" in line else "["
+    # It would be a document: closed, and with its problems in a list.
+    first, last = "{}" if ":" in line or "?" in line else "[]"
     with pytest.raises(ManifestError) as caught:
-        parse_document((text + line * (MAX_BYTES // 16)).encode(), file="F", loader=loader)
+        parse_document((first + line * (MAX_BYTES // 16) + last).encode(), file="F", loader=loader)
     assert len(caught.value.problems) == MAX_SHOWN
     assert str(caught.value).endswith(f"and more; these are the first {MAX_SHOWN}")
 
@@ -156,7 +162,7 @@ def test_a_damaged_manifest_is_a_manifest_or_a_config_error(source: bytes, data:
         "{a: " * 20, "- " * 20, "x" * MAX_BYTES, "a: " + "9" * (MAX_BYTES - 4), "'" + "''" * (MAX_BYTES // 4),
         "- x\n" * 60_000, "".join(f"k{n}: 1\n" for n in range(60_000)), "# x\n" * 200_000,
         "[" + "x," * 100_000 + "]", "a: >\n" + " x\n" * 200_000, "{" + "a: {}, " * 60_000 + "}",
-        '"' + "\\x41" * 200_000 + '"', "models: {" + ", ".join(f"m{n}: " for n in range(60_000)) + "}",
+        '"' + "\\x41" * 200_000 + '"', HALF_RIGHT, "models: {" + ", ".join(f"m{n}: " for n in range(60_000)) + "}",
     ],
     ids=lambda text: repr(text[:12]),
 )  # fmt: skip

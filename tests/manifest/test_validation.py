@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,6 +98,15 @@ def test_settings_of_any_value_are_a_manifest_or_problems_at_their_places(data: 
     else:
         assert not [finding for finding in findings(manifest) if finding.is_error]
         assert len(warnings) == len([finding for finding in findings(manifest) if not finding.is_error])
+
+
+def test_a_document_is_not_changed_by_looking_at_what_is_wrong_in_it() -> None:
+    document = parse_document(b"models: {a: {mode: copi, engine: {prot: 1}}}\n", file="F")
+    for _ in range(2):
+        with pytest.raises(ManifestError) as caught:
+            validated(document, folder=Path("/etc/appliance"))
+        assert len(caught.value.problems) == 4
+    assert document.data == {"models": {"a": {"mode": "copi", "engine": {"prot": 1}}}}
 
 
 @settings(max_examples=60, deadline=None)
