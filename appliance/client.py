@@ -139,6 +139,10 @@ class KeeperClient:
             self._channel.settimeout(REPLY_TIMEOUT_S)
             wire.send(self._channel, message)
 
+    def checkpoint_seen(self, refusal: str) -> None:
+        """Tell the keeper why the checkpoint on disk is refused; an empty text says that it is the resident one."""
+        self._ask(wire.CheckpointSeen(refusal=refusal[:2000]), wire.Noted)
+
     def evict(self, *, force: bool) -> int:
         """Have every shard freed and return the bytes; RefusedError while one is leased, unless forced."""
         return self._ask(wire.Evict(force=force), wire.Evicted).size_bytes

@@ -150,6 +150,19 @@ class Report(Message):
 
 
 @dataclass(frozen=True)
+class CheckpointSeen(Message):
+    """What a look at the checkpoint on disk found: why it is refused, or nothing where it is the resident one."""
+
+    op: ClassVar[str] = "checkpoint_seen"
+    refusal: str
+
+
+@dataclass(frozen=True)
+class Noted(Message):
+    op: ClassVar[str] = "noted"
+
+
+@dataclass(frozen=True)
 class Evict(Message):
     """Free every shard of this keeper; refused while one is leased, unless forced."""
 

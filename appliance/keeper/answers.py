@@ -59,6 +59,8 @@ class Answers:
                 await self._donate(connection, packet)
             case wire.Report() as said:
                 self._report(connection, said)
+            case wire.CheckpointSeen() as said:
+                self._checkpoint_seen(connection, said)
             case wire.Evict() as asked:
                 await self._evict(connection, asked)
             case other:
@@ -214,6 +216,15 @@ class Answers:
             except ValueError as error:
                 raise PeerError(f"unknown reason {said.reason[:40]!r}") from error
             self._judge(connection, refused(reason, printable(said.detail[:2000])))
+
+    def _checkpoint_seen(self, connection: Connection, said: wire.CheckpointSeen) -> None:
+        _only_owner(connection, "say what is on disk")
+        refusal = printable(said.refusal)
+        if refusal and refusal != self._holdings.refusal:
+            self._judge(connection, refused(Reason.CHECKPOINT_REFUSED, refusal))
+        self._holdings.refusal = refusal
+        self._holdings.touch()
+        connection.send(wire.Noted())
 
     async def _evict(self, connection: Connection, asked: wire.Evict) -> None:
         _only_owner(connection, "evict")
