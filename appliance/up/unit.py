@@ -11,6 +11,7 @@ from appliance.descriptors import Descriptor
 from appliance.errors import NOT_CURED_BY_RESTART
 from appliance.run import ending
 from appliance.up.backoff import Backoff
+from appliance.up.deadlines import Deadlines
 from appliance.up.description import Event, Kind, Result, State, UnitDescription, UnitStatus
 from appliance.up.environment import unit_environment
 from appliance.up.fdstore import DescriptorStore
@@ -71,9 +72,7 @@ class Unit:
         self._socket: NotifySocket | None = None
         self._process: Process | None = None
         self._phase = _Phase.STARTING
-        self._deadline: float | None = None
-        self._watchdog_s = description.watchdog_s
-        self._watchdog_deadline: float | None = None
+        self._deadlines = Deadlines(self._now, watchdog_s=description.watchdog_s)
         self._ready_at: float | None = None
         self._result = Result.SUCCESS
         self._exit_status: int | None = None
@@ -148,7 +147,7 @@ class Unit:
         self._stop_wanted = self._restarting = False
         if self._socket is None:
             self._socket = NotifySocket(self._notify_path, belongs=self._belongs, take=self._hear, refuse=self._refuse)
-        self._enter(State.INACTIVE, "")
+        self._enter_or_wait()
         self._life = asyncio.create_task(self._live(), name=self.name)
         self._life.add_done_callback(lambda life: None if life.cancelled() else self._on_bug(life.exception()))
 
@@ -165,8 +164,7 @@ class Unit:
 
     async def _live(self) -> None:
         while not self._stop_wanted:
-            if (awaited := self._awaited()) is not None:
-                self._enter(State.INACTIVE, f"waits for {awaited}")
+            if not self._enter_or_wait():
                 await self._woken(None)
                 continue
             ran_s = await self._run()
@@ -175,6 +173,13 @@ class Unit:
             delay_s = self._backoff.delay_s(ran_s)
             self._enter(State.AUTO_RESTART, f"{self._ending()}; next start in {delay_s:g} s", serious=True)
             await self._rest(delay_s)
+
+    def _enter_or_wait(self) -> bool:
+        if (awaited := self._awaited()) is not None:
+            self._enter(State.INACTIVE, f"waits for {awaited}")
+            return False
+        self._enter(State.ACTIVATING, "")
+        return True
 
     async def _rest(self, delay_s: float) -> None:
         end = self._now() + delay_s
@@ -203,7 +208,7 @@ class Unit:
         process = self._process
         try:
             while not process.exited and not self._given_up():
-                await self._woken(self._next_deadline())
+                await self._woken(self._deadlines.next)
                 self._listen()  # also for what it sent with its last breath, descriptors included
                 self._step(process)
         except BaseException:
@@ -220,36 +225,39 @@ class Unit:
         self._result, self._exit_status, self._ready_at = Result.SUCCESS, None, None
         self._said_text = self._said_line = ""
         self._phase = _Phase.STARTING
-        self._deadline = self._now() + self.description.start_timeout_s
-        self._watchdog_s, self._watchdog_deadline = self.description.watchdog_s, None
-        self._enter(State.ACTIVATING, "")
+        self._deadlines = Deadlines(self._now, watchdog_s=self.description.watchdog_s)
+        self._deadlines.allow(self.description.start_timeout_s)
 
     def _step(self, process: Process) -> None:
         """Act on what is wanted and on what is overdue. Messages have been heard, so nothing is late by our fault."""
-        now = self._now()
-        overdue = self._deadline is not None and now >= self._deadline
+        overdue = self._deadlines.overdue
         if self._phase in (_Phase.STARTING, _Phase.RUNNING):
             if self._stop_wanted:
                 self._end(process, Result.SUCCESS, signal.SIGTERM)
             elif overdue:
                 self._end(process, Result.TIMEOUT, signal.SIGTERM)
-            elif self._watchdog_deadline is not None and now >= self._watchdog_deadline:
+            elif self._deadlines.starved:
                 self._end(process, Result.WATCHDOG, signal.SIGABRT)
         elif self._phase is _Phase.STOPPING and overdue:
             self._result = Result.TIMEOUT if self._result is Result.SUCCESS else self._result
-            self._phase, self._deadline = _Phase.KILLING, now + KILL_TIMEOUT_S
+            self._phase = _Phase.KILLING
+            self._deadlines.allow(KILL_TIMEOUT_S)
             process.kill_group()
 
     def _end(self, process: Process, result: Result, number: signal.Signals) -> None:
         self._result = result
-        self._phase = _Phase.STOPPING
-        self._deadline, self._watchdog_deadline = self._now() + self.description.stop_timeout_s, None
+        self._await_end()
         why = {Result.TIMEOUT: "was not ready in time", Result.WATCHDOG: "its watchdog was not fed in time"}
         self._enter(State.DEACTIVATING, why.get(result, ""), serious=result in why)
         process.send(number)
 
+    def _await_end(self) -> None:
+        self._phase = _Phase.STOPPING
+        self._deadlines.allow(self.description.stop_timeout_s)
+        self._deadlines.leave_unwatched()
+
     def _given_up(self) -> bool:
-        return self._phase is _Phase.KILLING and self._deadline is not None and self._now() >= self._deadline
+        return self._phase is _Phase.KILLING and self._deadlines.overdue
 
     def _conclude(self, *, all_gone: bool) -> None:
         status = self._exit_status
@@ -266,7 +274,7 @@ class Unit:
             self._fail("processes are still there after SIGKILL")
         elif status in NOT_CURED_BY_RESTART or (self._stop_wanted and self._result is not Result.SUCCESS):
             self._fail(self._ending())
-        elif self._stop_wanted:
+        elif self._stop_wanted and not self._restarting:
             self._enter(State.INACTIVE, "")
 
     def _fail(self, text: str) -> None:
@@ -284,7 +292,9 @@ class Unit:
         how = words.get(self._result, "ended" if self._exit_status is None else ending(self._exit_status))
         if self._exit_status in NOT_CURED_BY_RESTART:
             how += ", which no restart can cure"
-        said = self._said_line or self._said_text
+        # Whoever was sent a signal said nothing about that; whoever crashed may have.
+        quiet = self._result is Result.SUCCESS or self._exit_status == -signal.SIGKILL
+        said = "" if quiet else self._said_line or self._said_text
         return ": ".join(part for part in (how, said) if part)
 
     def _listen(self) -> None:
@@ -300,19 +310,23 @@ class Unit:
     def _hear(self, message: Message, descriptors: list[Descriptor]) -> None:
         for ignored in message.ignored:
             self._say(Kind.REFUSED, f"ignored {ignored}", serious=True)
+        turns = (message.ready and self._phase is _Phase.STARTING) or (
+            message.stopping and self._phase is _Phase.RUNNING
+        )
         if message.status is not None and message.status != self._said_text:
             self._said_text = message.status
-            self._say(Kind.STATUS, message.status)
+            if not turns:  # or the new state says it
+                self._say(Kind.STATUS, message.status)
         self._hear_of_descriptors(message, descriptors)
         self._hear_of_time(message)
-        if message.ready and self._phase is _Phase.STARTING:
-            self._phase, self._deadline, self._ready_at = _Phase.RUNNING, None, self._now()
-            self._feed()
+        if turns and message.ready:
+            self._phase, self._ready_at = _Phase.RUNNING, self._now()
+            self._deadlines.allow(None)
+            self._deadlines.feed()
             self._enter(State.ACTIVE, message.status or "")
-        elif message.stopping and self._phase is _Phase.RUNNING:
+        elif turns:
             # It ends by itself; what is overdue then is killed without being asked first.
-            self._phase, self._watchdog_deadline = _Phase.STOPPING, None
-            self._deadline = self._now() + self.description.stop_timeout_s
+            self._await_end()
             self._enter(State.DEACTIVATING, message.status or "")
         self._wake.set()
 
@@ -326,19 +340,16 @@ class Unit:
             self._say(Kind.REFUSED, "ignored FDSTOREREMOVE=1 without a valid FDNAME=", serious=True)
 
     def _hear_of_time(self, message: Message) -> None:
-        if message.extend_timeout_s is not None and self._deadline is not None:
-            self._deadline = max(self._deadline, self._now() + message.extend_timeout_s)
+        if message.extend_timeout_s is not None:
+            self._deadlines.extend(message.extend_timeout_s)
         if message.watchdog_s is not None:
-            self._watchdog_s = message.watchdog_s or None
+            self._deadlines.change_watchdog(message.watchdog_s)
         if self._phase is not _Phase.RUNNING:
             return
         if message.watchdog_trigger:
-            self._watchdog_deadline = self._now()
+            self._deadlines.starve()
         elif message.watchdog or message.watchdog_s is not None:
-            self._feed()
-
-    def _feed(self) -> None:
-        self._watchdog_deadline = None if self._watchdog_s is None else self._now() + self._watchdog_s
+            self._deadlines.feed()
 
     def _refuse(self, why: str) -> None:
         self._say(Kind.REFUSED, f"dropped {why}", serious=True)
@@ -367,10 +378,6 @@ class Unit:
     @property
     def _mark(self) -> str:
         return f"{self._directory}/{self.name}"
-
-    def _next_deadline(self) -> float | None:
-        deadlines = [at for at in (self._deadline, self._watchdog_deadline) if at is not None]
-        return min(deadlines, default=None)
 
     async def _woken(self, deadline: float | None) -> None:
         """Return when something happened, or at the deadline."""

@@ -47,7 +47,7 @@ def test_a_unit_is_active_only_once_it_says_so(stage: Stage) -> None:
 
     unit = play(stage, ("say waking up", "sleep 0.2", "notify READY=1 STATUS=all%20there", "wait"), scenario)
     assert stage.states() == [State.ACTIVATING, State.ACTIVE, State.DEACTIVATING, State.INACTIVE]
-    assert stage.texts(Kind.STATUS) == ["all there"]
+    assert stage.texts(Kind.STATE)[1] == "all there" and stage.texts(Kind.STATUS) == []
     assert (unit.status().result, unit.status().pid) == (Result.SUCCESS, None)
 
 
@@ -166,6 +166,14 @@ def test_a_watchdog_that_is_no_longer_fed_kills_it(stage: Stage) -> None:
         assert unit.status().exit_status == -signal.SIGABRT
 
     play(stage, ("ready", "feed 2 0.05", "wait"), scenario, watchdog_s=0.4)
+
+
+def test_a_watchdog_that_was_never_fed_kills_it_too(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until_state(unit, State.AUTO_RESTART)
+        assert unit.status().result is Result.WATCHDOG
+
+    play(stage, ("ready", "wait"), scenario, watchdog_s=0.3)
 
 
 def test_a_watchdog_does_not_bite_before_the_unit_is_ready(stage: Stage) -> None:
@@ -445,6 +453,29 @@ def test_a_kill_while_it_is_stopped_ends_it_at_once(stage: Stage) -> None:
         assert unit.status().exit_status == -signal.SIGKILL
 
     play(stage, ("ignore SIGTERM", "ready", "wait"), scenario)
+
+
+@pytest.mark.parametrize(("death", "last_word"), [("exit 3", True), ("die SIGSEGV", True), ("die SIGKILL", False)])
+def test_the_last_line_is_no_reason_for_a_death_that_came_from_outside(
+    stage: Stage, death: str, last_word: bool
+) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until_state(unit, State.AUTO_RESTART)
+        assert ("last word" in unit.status().text) is last_word
+
+    play(stage, ("complain last word", death), scenario, first_restart_s=20.0, slowest_restart_s=20.0)
+
+
+def test_a_restart_goes_from_one_run_to_the_next_without_being_inactive_between(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until_state(unit, State.ACTIVE)
+        await unit.restart()
+        assert unit.state is State.ACTIVATING
+        await stage.until_state(unit, State.ACTIVE)
+
+    play(stage, ("ready", "wait"), scenario)
+    once = [State.ACTIVATING, State.ACTIVE, State.DEACTIVATING]
+    assert stage.states() == [*once, *once, State.INACTIVE]
 
 
 def test_a_unit_that_is_killed_is_not_restarted(stage: Stage) -> None:
