@@ -13,11 +13,15 @@ ABSENT = "(not installed)"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver's /proc files describe it; `index` is its place in PCI bus order, as nvidia-smi counts."""
+    """One GPU as the driver's /proc files describe it; `index` is its place in PCI bus order, as nvidia-smi counts.
+
+    `minor` is the N of its device node, /dev/nvidiaN.
+    """
 
     index: int
     uuid: str
     model: str
+    minor: int = 0
 
 
 def gpus(folder: Path = DRIVER_FOLDER) -> list[Gpu]:
@@ -32,8 +36,16 @@ def gpus(folder: Path = DRIVER_FOLDER) -> list[Gpu]:
         except OSError as error:
             raise HostError(f"cannot read {path}: {error.strerror}", hint="is the driver being unloaded?") from error
         facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-        found.append(Gpu(index, facts.get("GPU UUID", "").strip(), facts.get("Model", "").strip()))
+        minor = facts.get("Device Minor", "").strip()
+        uuid, model = (facts.get(name, "").strip() for name in ("GPU UUID", "Model"))
+        found.append(Gpu(index, uuid, model, int(minor) if minor.isdigit() else index))
     return found
+
+
+def by_name(folder: Path = DRIVER_FOLDER) -> dict[str, Gpu]:
+    """Return the host's GPUs by UUID and by index as text: both are names in a manifest."""
+    present = gpus(folder)
+    return {gpu.uuid: gpu for gpu in present} | {str(gpu.index): gpu for gpu in present}
 
 
 def resolve(wanted: Sequence[int | str], *, folder: Path = DRIVER_FOLDER) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from appliance import __version__
-from appliance.cli import checkpoint, demo, manifest, status, up, weights
+from appliance.cli import checkpoint, demo, host, manifest, status, up, weights
 from appliance.errors import ApplianceError
 
 INTERRUPTED = 130
@@ -42,6 +42,11 @@ app.command("sign")(checkpoint.sign)
 app.command("verify")(checkpoint.verify)
 app.command("digest")(checkpoint.digest)
 app.command("pin")(checkpoint.pin)
+app.command("plan")(host.plan)
+app.command("apply")(host.apply)
+app.command("generate")(host.generate)
+app.command("restart")(host.restart)
+app.command("doctor")(host.doctor)
 app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("evict")(weights.evict)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from appliance.canary import MAX_TOKENS, PROMPT, CanaryRecord
 from appliance.engine.imports import import_heavy_modules
 from appliance.errors import ApplianceError, ConfigError
 from appliance.events import ERROR, event
@@ -70,7 +71,9 @@ def _serve(manifest: Path, name: str, *, notifier: Notifier, started: float) -> 
         began = time.monotonic()
         model = _language_model(weights)
         phases["tokenizer"] = time.monotonic() - began
-        phases["first_token"] = _first_token(model)
+        phases["first_token"] = _first_token(
+            model, CanaryRecord.of(target.manifest.directories.state, weights.record.fingerprint)
+        )
         phases["total"] = _now() - started
         event(
             f"weights: {weights.verdict}; {_shown(phases)}",
@@ -97,16 +100,27 @@ def _language_model(weights: "Weights") -> "LanguageModel":
     return LanguageModel(weights.module, tokenizer, defaults=defaults)
 
 
-def _first_token(model: "LanguageModel") -> float:
-    """Generate one token, so that READY=1 means that the weights work; return the seconds it took."""
-    from appliance.engine.answer import Sampling
+def _first_token(model: "LanguageModel", canary: CanaryRecord) -> float:
+    """Generate, so that READY=1 means that the weights work; return the seconds that the first token took.
+
+    The first engine on a newly loaded shard generates the canary's tokens and records them.
+    """
+    from appliance.engine.answer import Piece, Sampling
+
+    record = canary.load() is None
+    sampling = Sampling(max_tokens=MAX_TOKENS if record else 1, temperature=0.0)
+    pieces: list[Piece] = []
+    first: list[float] = []
+
+    def heard(piece: Piece) -> None:
+        first.append(time.monotonic())
+        pieces.append(piece)
 
     began = time.monotonic()
-    prompt = [model.tokenizer.end_id or 0]
-    model.generate(
-        prompt, Sampling(max_tokens=1, temperature=0.0), emit=lambda piece: None, cancelled=threading.Event()
-    )
-    return time.monotonic() - began
+    model.generate(model.tokenizer.encode(PROMPT), sampling, emit=heard, cancelled=threading.Event())
+    if record:
+        canary.save([token for piece in pieces for token in piece.token_ids])
+    return first[0] - began
 
 
 async def _run(

@@ -1,0 +1,143 @@
+"""The difference between a manifest and a host: which files change, what restarts, and why. Reads, never writes."""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+
+from appliance.host.unit_files import APPLIED, DROP_IN, SHAPING_SETTINGS, TARGET, UNITS, Files, Link
+
+# Drop-ins of these names, and links to these templates, are ours.
+_KINDS = ("weights@", "engine@", "checkpoint@")
+
+
+class Verb(StrEnum):
+    """What is done to a unit; in the order of these members, engines before weights when stopping."""
+
+    STOP = "stop"
+    RESTART = "restart"
+    START = "start"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file: its contents before and after, None where it is not there."""
+
+    path: PurePosixPath
+    before: "str | Link | None"
+    after: "str | Link | None"
+
+    def diff(self) -> str:
+        """Return a unified diff, as `diff -u` would print it."""
+        lines = difflib.unified_diff(
+            _lines(self.before), _lines(self.after), f"a/{self.path}", f"b/{self.path}", lineterm=""
+        )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done to one unit, and the reason for people."""
+
+    unit: str
+    verb: Verb
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.unit}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it; empty where the host is as the manifest says."""
+
+    changes: tuple[Change, ...]
+    actions: tuple[Action, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+
+def make_plan(wanted: Files, root: Path) -> Plan:
+    """Compare the wanted files with those below the host's root."""
+    present = read_present(root)
+    paths = sorted(wanted.keys() | present.keys())
+    changes = tuple(
+        Change(path, present.get(path), wanted.get(path)) for path in paths if present.get(path) != wanted.get(path)
+    )
+    return Plan(changes, tuple(_actions(changes, wanted)))
+
+
+def read_present(root: Path) -> Files:
+    """Return what an earlier `apply` left below a root."""
+    files: Files = {}
+    units = root / UNITS
+    for kind in _KINDS:
+        for path in units.glob(f"{kind}*.d/{DROP_IN}"):
+            files[PurePosixPath(path.relative_to(root))] = path.read_text()
+        for path in (units / f"{TARGET}.wants").glob(f"{kind}*"):
+            if path.is_symlink():
+                files[PurePosixPath(path.relative_to(root))] = Link(str(path.readlink()))
+    if (applied := root / APPLIED).is_file():
+        files[APPLIED] = applied.read_text()
+    return files
+
+
+def _actions(changes: tuple[Change, ...], wanted: Files) -> Iterator[Action]:
+    """Engines stop before weights and start after them; an engine follows its weights where their bytes change."""
+    by_path = {change.path: change for change in changes}
+    links = [change for change in changes if change.path.parent.name == f"{TARGET}.wants"]
+    gone = [change.path.name for change in links if change.after is None]
+    new = [change.path.name for change in links if change.before is None]
+    yield from (Action(unit, Verb.STOP, "no longer in the manifest") for unit in sorted(gone, key=_engines_first))
+    reshaped: set[str] = set()
+    for unit in sorted(_units_of(wanted), key=_weights_first):
+        if unit in new:
+            yield Action(unit, Verb.START, "new in the manifest")
+            continue
+        change = by_path.get(UNITS / f"{unit}.d" / DROP_IN)
+        model = unit.partition("@")[2].rpartition(".")[0]
+        if change is not None and (differing := _differing(change)):
+            if unit.startswith("weights@") and any(name.partition(".")[0] in SHAPING_SETTINGS for name in differing):
+                reshaped.add(model)
+            yield Action(unit, Verb.RESTART, "; ".join(differing.values()))
+        elif unit.startswith("engine@") and model in reshaped:
+            yield Action(unit, Verb.RESTART, "its weights change")
+
+
+def _units_of(wanted: Files) -> list[str]:
+    return [path.name for path in wanted if path.parent.name == f"{TARGET}.wants"]
+
+
+def _differing(change: Change) -> dict[str, str]:
+    """Return the settings that differ between two drop-ins, each with a line for people."""
+    before, after = (_settings(content) for content in (change.before, change.after))
+    return {
+        name: f"{name}: {' '.join(before.get(name, ['(none)']))} -> {' '.join(after.get(name, ['(none)']))}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name) and name != "SourcePath"
+    }
+
+
+def _settings(content: "str | Link | None") -> dict[str, list[str]]:
+    settings: dict[str, list[str]] = {}
+    for line in _lines(content):
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            settings.setdefault(name, []).append(value)
+    return settings
+
+
+def _lines(content: "str | Link | None") -> list[str]:
+    if content is None:
+        return []
+    return [f"-> {content.to}"] if isinstance(content, Link) else content.splitlines()
+
+
+def _engines_first(unit: str) -> tuple[int, str]:
+    return (("checkpoint@", "engine@", "weights@").index(unit.partition("@")[0] + "@"), unit)
+
+
+def _weights_first(unit: str) -> tuple[int, str]:
+    return (("weights@", "engine@", "checkpoint@").index(unit.partition("@")[0] + "@"), unit)
