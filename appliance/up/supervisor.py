@@ -14,9 +14,10 @@ from appliance.errors import ApplianceError, HostError, ResourceError
 from appliance.up import lock
 from appliance.up.description import Checkpoint, Event, Kind, Result, State, UnitDescription, UnitStatus
 from appliance.up.group import kill_leftovers
+from appliance.up.invocation import KILL_TIMEOUT_S
 from appliance.up.printer import OWN_NAME, LinePrinter
 from appliance.up.renewal import Renewal
-from appliance.up.unit import KILL_TIMEOUT_S, Unit
+from appliance.up.unit import Unit
 from appliance.up.watch import Watch
 
 _SPARE_DESCRIPTORS = 1024
