@@ -53,6 +53,14 @@ class Keeper:
 
     async def _live(self, given: Sequence[Named]) -> None:
         adopted = self._custody.adopt(given)
+        try:
+            await self._live_with(adopted)
+        finally:
+            # Ours only: the service manager keeps its own.
+            for shard in (*adopted.shards, *self._holdings.shards()):
+                shard.close()
+
+    async def _live_with(self, adopted: Adopted) -> None:
         last = _decoded(adopted)
         settings = await self._settings(last, holds_shards=bool(adopted.shards))
         with (

@@ -17,24 +17,8 @@ from appliance.keeper import health
 from appliance.keeper.holdings import Holdings, Lease, State
 from appliance.keeper.status import status
 from appliance.verdict import Outcome, Reason, Verdict, refused
+from tests.keeper.probe import free_port, got
 from tests.keeper.shards import TARGET, shard_of, slots
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def got(url: str) -> tuple[int, str, str]:
-    """Return status, content type and body."""
-    try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
-            return answer.status, answer.headers["Content-Type"], answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers["Content-Type"], error.read().decode()
 
 
 def while_serving(holdings: Holdings, act: Callable[[str], Awaitable[None]]) -> None:
