@@ -140,6 +140,15 @@ def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to(checkpoint: Pa
         assert torch.equal(logits(module), expected)
 
 
+def test_a_config_that_asks_for_other_files_or_other_code_gets_neither(checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    asked = {"transformers_weights": "elsewhere.bin", "fusion_config": {"nothing_known": True}, "auto_map": {"x": "y"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | asked))
+    module: Any = load(tmp_path, read_tensors(checkpoint), dtype="auto")
+    assert not any(hasattr(module.config, name) for name in asked)
+    assert torch.equal(logits(module), logits(load(checkpoint, read_tensors(checkpoint), dtype="auto")))
+
+
 def test_nothing_is_printed_and_nothing_connects(
     checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
