@@ -26,6 +26,7 @@ class Site:
     """Everything below one folder; its checkpoint is a copy that a test may damage."""
 
     def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.checkpoint = folder / "checkpoint"
         self.manifest = folder / "appliance.yaml"

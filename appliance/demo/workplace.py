@@ -30,7 +30,9 @@ class Damage:
 class Workplace:
     """Everything below one temporary folder, gone when it is closed."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, **settings: object) -> None:
+        """Copy the checkpoint; `settings` are further settings of the model."""
+        self._settings_of_model = settings
         self.folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
         self.checkpoint = self.folder / "checkpoint"
         self.manifest = self.folder / "appliance.yaml"
@@ -77,7 +79,13 @@ class Workplace:
             "group": None,
             "trust": {"policy": "signed", "keys": [str(self.folder / "trust")]},
             "directories": {name: str(self.folder / name) for name in ("runtime", "state", "cache")},
-            "models": {MODEL: {"checkpoint": str(self.checkpoint), "engine": {"kind": "builtin", "port": self.port}}},
+            "models": {
+                MODEL: {
+                    "checkpoint": str(self.checkpoint),
+                    "engine": {"kind": "builtin", "port": self.port},
+                    **self._settings_of_model,
+                }
+            },
         }
 
 
