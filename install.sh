@@ -77,7 +77,7 @@ run_tests() {
 install_on_host() {
     usage >&2
     die $EX_UNAVAILABLE "installing on this host, with systemd units, is not there yet" \
-        "--try runs the demo; after it, $venv/bin/appliance up MANIFEST runs a manifest in the foreground"
+        "--try runs the demo; after it, $venv/bin/appliance up --manifest FILE runs one in the foreground"
 }
 
 require_linux() {

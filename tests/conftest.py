@@ -1,22 +1,16 @@
-"""What every test gets: a look at what it leaves behind, the tiers, and the real model.
-
-A tier that cannot run here fails where CI=true and skips, saying why, elsewhere.
-"""
+"""What every test gets: a look at what it leaves behind, a stop where its tier cannot run, and the real model."""
 
 import multiprocessing.resource_tracker
-import os
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from shutil import which
 
 import pytest
 
 from appliance.demo.cache import default_cache
 from appliance.demo.model import obtain
 from appliance.errors import HostError
-
-IN_CI = os.environ.get("CI") == "true"
+from tests.tiers import LACKING, cannot_run
 
 # Libraries open and start these once, for the life of the process.
 KEPT_FILES = ("/dev/urandom",)
@@ -47,7 +41,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Stop a test whose tier cannot run here, before its fixtures are made."""
-    for tier, lacking in (("host", _host_lacks), ("gpu", _gpu_lacks)):
+    for tier, lacking in LACKING.items():
         if item.get_closest_marker(tier) and (reason := lacking()):
             cannot_run(f"{tier}: {reason}")
 
@@ -62,13 +56,6 @@ def model_checkpoint() -> Iterator[Path]:
     before = _stats(checkpoint)
     yield checkpoint
     assert _stats(checkpoint) == before, f"a test changed the shared checkpoint: delete {checkpoint}"
-
-
-def cannot_run(reason: str) -> None:
-    """Fail in CI, where everything must run; skip elsewhere."""
-    if IN_CI:
-        pytest.fail(f"cannot run in CI: {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 def _descriptors() -> set[tuple[str, str]]:
@@ -115,17 +102,6 @@ def _still_running(threads: set[threading.Thread]) -> list[threading.Thread]:
         if thread.name not in KEPT_THREADS:
             thread.join(THREAD_END_TIMEOUT_S)
     return [thread for thread in threads if thread.is_alive() and thread.name not in KEPT_THREADS]
-
-
-def _host_lacks() -> str | None:
-    if os.geteuid() != 0:
-        return "booting a systemd host needs root"
-    missing = [program for program in ("systemd-nspawn", "debootstrap", "unshare", "nsenter") if which(program) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
-
-
-def _gpu_lacks() -> str | None:
-    return None if Path("/dev/nvidiactl").exists() else "there is no NVIDIA GPU"
 
 
 def _stats(directory: Path) -> dict[str, tuple[int, int]]:

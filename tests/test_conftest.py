@@ -41,7 +41,7 @@ def test_a_clean_test_passes(tmp_path: Path) -> None:
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU here")
 def test_a_tier_that_cannot_run_skips_on_a_laptop_and_fails_in_ci(tmp_path: Path) -> None:
     code = "import pytest\n@pytest.mark.gpu\ndef test_it(): pass\n"
-    assert "SKIPPED [1] conftest.py:" in (laptop := pytest_on(tmp_path, code)) and "there is no NVIDIA GPU" in laptop
+    assert "1 skipped" in (laptop := pytest_on(tmp_path, code)) and "gpu: there is no NVIDIA GPU" in laptop
     assert "cannot run in CI: gpu: there is no NVIDIA GPU" in pytest_on(tmp_path, code, ci="true")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.conftest import cannot_run
+from tests.tiers import cannot_run
 from tests.engine.checkpoints import read_tensors
 from tests.sites import MODEL, Site
 
