@@ -183,6 +183,7 @@ class Invocation:
         why = {Result.TIMEOUT: "was not ready in time", Result.WATCHDOG: "its watchdog was not fed in time"}
         self._enter(State.DEACTIVATING, why.get(result, ""), result in why)
         process.send(number)
+        process.send(signal.SIGCONT)  # one that somebody suspended would not notice
 
     def _await_end(self) -> None:
         self._phase = _Phase.STOPPING

@@ -450,6 +450,7 @@ def test_what_somebody_stopped_is_not_started_for_a_new_checkpoint(play: Play) -
         await supervisor.stop("engine@chat")
         await replace_signature(play, "second")
         await until(lambda: supervisor.renewals("chat") == (1, 0))
+        assert supervisor.status("engine@chat").state is State.INACTIVE
 
     play.checkpoints = (checkpoint(play, "say %7B%7D"),)
     play.run(scenario)
@@ -466,6 +467,21 @@ def test_an_engine_that_refused_its_weights_starts_again_on_the_new_checkpoint(p
 
     play.checkpoints = (checkpoint(play, "say %7B%7D"),)
     play.run(scenario, play.weights(), play.engine(f"unless {play.folder}/refused exit 77"))
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_checkpoint_that_was_refused_at_the_start_is_looked_at_again_when_a_file_is_put_right(play: Play) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        await until(lambda: supervisor.status("weights@chat").state is State.FAILED)
+        await asyncio.sleep(0.2)  # the watch has seen what is there
+        (play.folder / "checkpoint" / "a.safetensors").write_text("as it was signed")
+        await supervisor.wait_ready("engine@other", TIMEOUT_S)
+        await until(lambda: supervisor.renewals("chat") == (1, 0))
+        await supervisor.wait_ready("engine@chat", TIMEOUT_S)
+
+    play.checkpoints = (checkpoint(play, "say %7B%7D"),)
+    other = described("engine@other", "ready", "wait")
+    play.run(scenario, play.weights(f"unless {play.folder}/refused exit 77"), play.engine(), other)
 
 
 @pytest.mark.usefixtures("quick_watch")

@@ -111,8 +111,18 @@ def test_a_run_that_went_well_is_followed_by_a_quick_restart(stage: Stage) -> No
     async def scenario(unit: Unit) -> None:
         await stage.until(lambda: unit.status().starts == 4)
 
-    play(stage, ("ready", "exit 1"), scenario, first_restart_s=0.01, slowest_restart_s=30.0, ran_well_s=0.0)
+    steps = ("ready", "sleep 0.2", "exit 1")
+    play(stage, steps, scenario, first_restart_s=0.01, slowest_restart_s=30.0, ran_well_s=0.1)
     assert all("next start in 0.01 s" in text for text in stage.texts(Kind.STATE) if "next start" in text)
+
+
+def test_a_long_run_that_never_became_ready_did_not_go_well(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until(lambda: unit.status().starts == 3)
+
+    play(stage, ("sleep 0.2", "exit 1"), scenario, first_restart_s=0.01, slowest_restart_s=30.0, ran_well_s=0.1)
+    told = [text for text in stage.texts(Kind.STATE) if "next start in" in text]
+    assert told[1].endswith("next start in 0.02 s")
 
 
 def test_a_stop_during_the_pause_before_a_restart_does_not_wait_for_it(stage: Stage) -> None:
@@ -209,6 +219,15 @@ def test_a_stop_asks_first_and_lets_it_finish(stage: Stage) -> None:
     unit = play(stage, (f"end-on-term {stage.directory}/ended", "ready", "wait"), scenario)
     assert (stage.directory / "ended").read_text() == "ended"
     assert unit.status().exit_status == 0
+
+
+def test_a_suspended_unit_can_be_stopped(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until_state(unit, State.ACTIVE)
+        unit.send(signal.SIGSTOP)
+
+    steps = (f"end-on-term {stage.directory}/ended", "ready", "wait")
+    assert play(stage, steps, scenario).status().exit_status == 0
 
 
 def test_whoever_ignores_the_question_is_killed_with_all_it_started(stage: Stage) -> None:
@@ -376,6 +395,15 @@ def test_one_that_says_it_is_stopping_is_no_longer_active_and_is_killed_if_it_do
         assert unit.status().exit_status == -signal.SIGKILL
 
     play(stage, ("ready", "notify STOPPING=1 STATUS=bye", "wait"), scenario, stop_timeout_s=0.2)
+    assert stage.states()[:4] == [State.ACTIVATING, State.ACTIVE, State.DEACTIVATING, State.AUTO_RESTART]
+
+
+def test_one_that_is_stopping_is_not_made_ready_again_by_saying_so(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until_state(unit, State.AUTO_RESTART)
+
+    steps = ("ready", "notify STOPPING=1", "ready", "barrier", "exit 1")
+    play(stage, steps, scenario, first_restart_s=20.0, slowest_restart_s=20.0)
     assert stage.states()[:4] == [State.ACTIVATING, State.ACTIVE, State.DEACTIVATING, State.AUTO_RESTART]
 
 
