@@ -7,7 +7,7 @@ one addition is vLLM's `return_token_ids`.
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from appliance.engine.refusal import Refusal
 
@@ -148,7 +148,8 @@ class Message(BaseModel):
 class ChatRequest(Request):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    # Only the first error is told, and collecting one for each of a million messages takes gigabytes.
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @property

@@ -32,7 +32,7 @@ def make_app(
     *,
     name: str,
     queue_limit: int = 32,
-    body_limit_bytes: int = 4 << 20,
+    body_limit_bytes: int = 2 << 20,
     read_timeout_s: float = 30.0,
     write_timeout_s: float = 60.0,
     health: Callable[[], Mapping[str, object]] = dict,

@@ -1,6 +1,7 @@
 """Bodies of requests: what is honoured, what is refused and by which name."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -155,6 +156,19 @@ def test_a_body_that_is_not_json_is_refused_as_such(body: bytes) -> None:
 @pytest.mark.parametrize("body", [b"null", b"[]", b"5", b'"x"', b"true"])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     assert "not a request" in refused(body, ChatRequest).message
+
+
+@pytest.mark.parametrize("one", [b"0", b"[]", b'{"role":"u"}', b'{"role":"user","content":[0]}'])
+def test_a_million_errors_cost_no_more_than_one(one: bytes) -> None:
+    body = b'{"model":"m","messages":[' + b",".join([one] * (2_000_000 // (len(one) + 1))) + b"]}"
+    tracemalloc.start()
+    try:
+        refusal = refused(body, ChatRequest)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert refusal.param is not None
+    assert refusal.param.startswith("messages[0]")
 
 
 @given(body=st.binary(max_size=60))
