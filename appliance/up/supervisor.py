@@ -86,10 +86,13 @@ class Supervisor:
     async def run(self) -> int:
         """Supervise until SIGINT or SIGTERM, or until nothing runs and nothing will. Returns an exit status.
 
-        0 if every unit ended well; else that of a unit that no restart can cure, or 1. A second signal kills.
+        0 if every unit ended well; else that of a unit that no restart can cure, or 1. A second signal kills. To be
+        called in the main thread: signals arrive nowhere else.
         """
         loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
+        # What nohup or a shell's `&` has had ignored stays ignored.
+        numbers = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in numbers:
             loop.add_signal_handler(number, self._ask_to_stop)
         try:
             async with self:
@@ -98,7 +101,7 @@ class Supervisor:
                 # From here on everything is being stopped, whoever asked for it.
                 self._asked_to_stop = max(self._asked_to_stop, 1)
         finally:
-            for number in _STOP_SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
         return self.exit_status
 
@@ -138,8 +141,13 @@ class Supervisor:
         await unit.stop()
 
     async def restart(self, name: str) -> None:
-        """Restart a unit, its stored descriptors kept, whatever needs it left alone. See `wait_ready`."""
+        """Restart a unit, its stored descriptors kept, whatever needs it left alone. See `wait_ready`.
+
+        What it needs itself is started if it is not.
+        """
         self._refuse_while_stopping()
+        for needed in self._named(name).description.needs:
+            await self.start(needed)
         await self._named(name).restart()
 
     async def kill(self, name: str, number: int = signal.SIGKILL) -> None:

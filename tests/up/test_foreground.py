@@ -99,3 +99,9 @@ def test_a_broken_manifest_starts_nothing(manifest: Path) -> None:
     with pytest.raises(ConfigError):
         asyncio.run(foreground.run(manifest, io.StringIO()))
     assert not (manifest.parent / "run").exists()
+
+
+def test_supervising_needs_neither_torch_nor_an_engine() -> None:
+    code = "import sys, appliance.up.foreground; print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=TIMEOUT_S)
+    assert done.stdout == b"[]\n"

@@ -174,6 +174,17 @@ def test_stopping_the_weights_stops_the_engine_first_and_frees_what_was_stored(p
     assert ended_at(play.folder / "ended-engine") <= ended_at(play.folder / "ended-weights")
 
 
+def test_restarting_an_engine_starts_the_weights_that_were_stopped(play: Play) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        await supervisor.wait_ready("engine@chat")
+        await supervisor.stop("weights@chat")
+        await supervisor.restart("engine@chat")
+        await supervisor.wait_ready("engine@chat", TIMEOUT_S)
+
+    play.run(scenario)
+    assert (play.starts("weights"), play.starts("engine")) == (2, 2)
+
+
 def test_an_engine_that_crashes_while_the_keeper_restarts_waits_for_it(play: Play) -> None:
     async def scenario(supervisor: Supervisor) -> None:
         await supervisor.wait_ready("engine@chat")
@@ -363,8 +374,22 @@ sys.exit(asyncio.run(Supervisor([unit], Screen(), runtime=Path(sys.argv[1])).run
 """
 
 
-def start_apart(folder: Path, *steps: str) -> Any:
-    return subprocess.Popen([sys.executable, "-c", MAIN, str(folder), *puppet(*steps)])
+def start_apart(folder: Path, *steps: str, **options: Any) -> Any:
+    return subprocess.Popen([sys.executable, "-c", MAIN, str(folder), *puppet(*steps)], **options)
+
+
+def test_a_signal_that_nohup_has_had_ignored_stays_ignored(play: Play) -> None:
+    process = start_apart(
+        play.folder,
+        play.report("weights"),
+        "ready",
+        "wait",
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    asyncio.run(asyncio.wait_for(until_file(play.folder / "report-weights"), TIMEOUT_S))
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 0  # two signals that counted would have killed the unit
 
 
 def test_a_supervisor_that_is_killed_takes_its_units_with_it(play: Play) -> None:
@@ -548,6 +573,22 @@ def test_a_folder_that_cannot_be_written_to_is_refused(play: Play) -> None:
     (play.folder / "runtime").write_text("no folder")
     with pytest.raises(HostError, match="runtime"):
         asyncio.run(Supervisor([], play.screen, runtime=play.folder / "runtime").run())
+
+
+def test_a_start_that_fails_half_way_leaves_the_directory_to_the_next(play: Play) -> None:
+    too_long = described("weights@" + "x" * 100, "ready", "wait")
+
+    async def scenario() -> None:
+        async with play.supervisor(play.weights(), too_long):
+            pass
+
+    with pytest.raises(HostError, match="longer than"):
+        asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+    async def works(supervisor: Supervisor) -> None:
+        await supervisor.wait_ready("engine@chat")
+
+    play.run(works)
 
 
 def test_results_of_one_run_are_not_held_against_the_next(play: Play) -> None:
