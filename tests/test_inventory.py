@@ -24,8 +24,8 @@ def driver(tmp_path: Path) -> Path:
 
 def test_gpus_are_counted_in_bus_order(driver: Path) -> None:
     assert inventory.gpus(driver) == [
-        inventory.Gpu(0, UUIDS[0], "NVIDIA H200"),
-        inventory.Gpu(1, UUIDS[1], "NVIDIA H200"),
+        inventory.Gpu(0, UUIDS[0], "NVIDIA H200", 3),
+        inventory.Gpu(1, UUIDS[1], "NVIDIA H200", 3),
     ]
 
 

@@ -18,6 +18,7 @@ from appliance.verdict import Outcome, Reason, Verdict, refused
 MAX_WAIT_S = 7 * 24 * 3600.0
 MAX_CLIENT_CHARS = 100
 MAX_TEXT_CHARS = 200
+MAX_DETAIL_CHARS = 2000
 MAX_PHASES = 40
 
 
@@ -215,11 +216,11 @@ class Answers:
                 reason = Reason(said.reason)
             except ValueError as error:
                 raise PeerError(f"unknown reason {said.reason[:40]!r}") from error
-            self._judge(connection, refused(reason, printable(said.detail[:2000])))
+            self._judge(connection, refused(reason, printable(said.detail[:MAX_DETAIL_CHARS])))
 
     def _checkpoint_seen(self, connection: Connection, said: wire.CheckpointSeen) -> None:
         _only_owner(connection, "say what is on disk")
-        refusal = printable(said.refusal)
+        refusal = printable(said.refusal[:MAX_DETAIL_CHARS])
         if refusal and refusal != self._holdings.refusal:
             self._judge(connection, refused(Reason.CHECKPOINT_REFUSED, refusal))
         self._holdings.refusal = refusal

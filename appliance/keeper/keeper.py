@@ -128,7 +128,7 @@ class Keeper:
             self._target = settings.target
             self._custody.store_settings(settings.raw)
         while True:
-            if self._holdings.unattended and not self._holdings.refusal:
+            if self._holdings.unattended and self._target is not None and not self._holdings.refusal:
                 await self._fill(settings)
             if not self._holdings.missing and not self._ready:
                 self._ready = True

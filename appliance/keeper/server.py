@@ -45,13 +45,17 @@ class KeeperServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        said = False
         while True:
             try:
                 channel, _ = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors: those who are connected go on
-                event(f"cannot accept a client: {error.strerror}", priority=WARNING, model=self._model)
+                if not said:
+                    event(f"cannot accept clients: {error.strerror}", priority=WARNING, model=self._model)
+                said = True
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
+            said = False
             try:
                 connection = Connection(channel)
             except OSError as error:

@@ -34,6 +34,8 @@ def take(step: str, client: KeeperClient | None, path: Path) -> KeeperClient:
         close_all((donation.held, donation.configs, *donation.slabs))
     elif step == "evict":
         client.evict(force=True)
+    elif step == "checkpoint":
+        client.checkpoint_seen("bad signature")
     elif step == "status":
         client.status()
     elif step == "flood":

@@ -358,3 +358,17 @@ def test_an_eviction_while_a_donation_is_stored_wins(serving: Serving, manager: 
     serving.notifier.barrier()
     assert manager.names() == []
     assert serving.holdings.missing == [("target", 0), ("target", 1)]
+
+
+def test_why_the_checkpoint_on_disk_is_refused_is_kept_until_it_is_the_resident_one_again(serving: Serving) -> None:
+    shard = serving.put(shard_of())
+    with serving.connect() as owner:
+        owner.checkpoint_seen("model.safetensors: not what was signed")
+        owner.checkpoint_seen("model.safetensors: not what was signed")
+        status = owner.status()
+        assert (status["refused"], status["trouble"]) == (True, "model.safetensors: not what was signed")
+        assert serving.holdings.verdict_counts["refused", "checkpoint_refused"] == 1
+        assert attach(owner, fingerprint_of(TARGET)) == 2
+        owner.checkpoint_seen("")
+        assert (owner.status()["refused"], owner.status()["trouble"]) == (False, "")
+    assert serving.holdings.shard(("target", 0)) is shard

@@ -349,7 +349,7 @@ def test_out_of_descriptors_those_who_are_connected_go_on_and_others_come_later(
             for _ in range(3):
                 assert connected.status()["state"] == "resident"
         assert isinstance(say(late, wire.encode(wire.Status())), wire.StatusReply)
-    assert "cannot accept a client: Too many open files" in capsys.readouterr().err
+    assert "cannot accept clients: Too many open files" in capsys.readouterr().err
 
 
 @as_root
@@ -374,14 +374,14 @@ def test_another_user_cannot_even_connect(open_folder: Path) -> None:
 def test_a_member_of_the_group_attaches_and_neither_donates_nor_evicts(open_folder: Path) -> None:
     with Serving(open_folder, gid=NOBODY) as serving:
         serving.put(shard_of())
-        with ClientProcess(
-            serving.path, "describe", "attach", "offer", "donate", "evict", "status", uid=NOBODY, gid=NOBODY
-        ) as member:
+        steps = ("describe", "attach", "offer", "donate", "evict", "checkpoint", "status")
+        with ClientProcess(serving.path, *steps, uid=NOBODY, gid=NOBODY) as member:
             member.wait_for("describe")
             member.wait_for("attach")
             assert member.line() == f"refused not_permitted user {NOBODY} may attach, but not fill a slot"
             assert member.line() == "refused bad_donation nobody granted this client to fill a slot"
             assert member.line() == f"refused not_permitted user {NOBODY} may attach, but not evict"
+            assert member.line() == f"refused not_permitted user {NOBODY} may attach, but not say what is on disk"
             member.wait_for("status")
         assert serving.holdings.missing == []
 
