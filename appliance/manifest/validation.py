@@ -20,7 +20,7 @@ def validated(document: Document, *, folder: Path) -> tuple[Manifest, tuple[Prob
     manifest, problems, wrong = _manifest_without_wrong_settings(document, folder)
     warnings: list[Problem] = []
     for finding in findings(manifest, wrong=wrong):
-        if not is_within(finding.path, wrong) and not touches(finding.reads, wrong):
+        if not touches(finding.reads, wrong):
             problem = Problem(document.value_place(finding.path), finding.path, finding.message, finding.hint)
             (problems if finding.is_error else warnings).append(problem)
     if problems:

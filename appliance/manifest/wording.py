@@ -10,9 +10,6 @@ from appliance.manifest.inventory import every_setting, example, known_path, req
 from appliance.manifest.problem import SettingPath, setting_name
 from appliance.manifest.values import shown
 
-# Comparing every known name with a page of text takes its time, and nobody mistypes one into the other.
-_MAX_MISTYPED = 64
-
 _WORD = re.compile(r"[\w./-]{1,60}")
 
 Words = tuple[str, str | None]
@@ -50,7 +47,7 @@ def _unknown(mistake: _Mistake) -> Words:
     """Hint at the setting that was meant: one of that name in another group, or one spelled nearly so in this."""
     name, group = str(mistake.path[-1]), known_path(mistake.path[:-1])
     everything = every_setting()
-    elsewhere = [known[:-1] for known in everything if known[-1] == name and known[:-1] != group]
+    elsewhere = [known[:-1] for known in everything if known[-1] == name]
     if elsewhere:
         places = [setting_name(tuple("NAME" if item == "*" else item for item in place)) for place in elsewhere]
         return "unknown setting", f"it belongs under {' or '.join(place or 'the top level' for place in places)}"
@@ -142,7 +139,5 @@ _WORDS: Mapping[str, Callable[[_Mistake], Words]] = {
 
 
 def _nearest(text: str | None, known: Iterable[str]) -> str | None:
-    if text is None or len(text) > _MAX_MISTYPED:
-        return None
-    near = difflib.get_close_matches(text.lower().replace("-", "_"), list(known), n=1)
+    near = difflib.get_close_matches(text.lower(), list(known), n=1) if text is not None else []
     return f"did you mean {near[0]}?" if near else None
