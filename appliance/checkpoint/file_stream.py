@@ -70,7 +70,7 @@ class FileStream:
 
     def open(self) -> None:
         """Open it and take its stat, unless that is done."""
-        if self._opened is not None:
+        if self.is_open:
             return
         descriptor = open_file(self.root, self.path)
         try:
@@ -82,6 +82,10 @@ class FileStream:
         self._opened = descriptor, before
         if before.size_bytes != self.size_bytes:
             raise self._refusal("changed size while the checkpoint was read")
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened is not None
 
     def fileno(self) -> int:
         """Return the open file's descriptor; it stays owned here."""

@@ -24,6 +24,7 @@ REPORT_EVERY_S = 0.1
 
 # A file is left for another with more to do only when the difference is worth a seek.
 _QUANTUM_BYTES = 64 << 20
+_SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class _Lane:
     def __init__(self, stream: FileStream) -> None:
         self.stream = stream
         self.left_bytes = stream.size_bytes - stream.position
-        self.opened = False
+        self.opened = stream.is_open
         self.reading = False
         self.hashing = False
         self.read_out = False
@@ -185,11 +186,14 @@ class _Work:
                     lane.reading = True
                 else:
                     lane.hashing = True
-                if self._running < self._running_limit:
-                    # Whoever changes something looks here next, so each has to wake only one more, while turns last.
-                    self._changed.notify()
+                self._wake_another()
                 return lane, filled
         return None
+
+    def _wake_another(self) -> None:
+        # Whoever changes something looks for work next, so each has to wake only one more, while turns last.
+        if self._running < self._running_limit:
+            self._changed.notify()
 
     def _choose(self, last: _Lane | None) -> _Lane | None:
         while self._waiting and len(self._lanes) < self._lanes_limit:
@@ -216,6 +220,7 @@ class _Work:
             lane.read_out = lane.stream.position >= lane.stream.size_bytes
             if not unread and not lane.hashing:
                 lane.hashing = True
+                self._wake_another()
                 return filled
             lane.filled = filled
             self._running -= not unread
@@ -233,7 +238,7 @@ class _Work:
             lane.left_bytes -= size_bytes
             self._running -= 1
             self._bytes_done += size_bytes
-            if scratch is not None and len(scratch) == PIECE_BYTES:
+            if scratch is not None:
                 self._spare.append(scratch)
             if done:
                 self._lanes.remove(lane)
@@ -255,9 +260,10 @@ class _Work:
                 raise ValueError(f"{stream.path}: its destination is smaller than the file")
             return piece, None
         size_bytes = min(PIECE_BYTES, stream.size_bytes - stream.position)
-        if size_bytes < PIECE_BYTES:
-            scratch = bytearray(size_bytes)
-        else:
-            with self._changed:
-                scratch = self._spare.pop() if self._spare else bytearray(PIECE_BYTES)
-        return [memoryview(scratch)], scratch
+        if size_bytes < _SMALL_BYTES:
+            return [memoryview(bytearray(size_bytes))], None
+        # New memory costs more than hashing what is read into it: every page of it is a fault.
+        with self._changed:
+            scratch = self._spare.pop() if self._spare else None
+        scratch = scratch or bytearray(PIECE_BYTES)
+        return [memoryview(scratch)[:size_bytes]], scratch

@@ -312,9 +312,14 @@ def test_allocation_happens_here_in_order_and_after_every_header(checkpoint: Pat
 class TestMemory:
     def test_memory_of_another_size_or_read_only_is_a_bug(self, checkpoint: Path) -> None:
         manifest = digest_checkpoint(checkpoint)
-        for wrong in (bytearray(3), bytes(256), memoryview(bytearray(512))[::2]):
+        wrongs: list[Callable[[int], memoryview]] = [
+            lambda size: memoryview(bytearray(size + 1)),
+            lambda size: memoryview(bytes(size)),
+            lambda size: memoryview(bytearray(2 * size))[::2],
+        ]
+        for wrong in wrongs:
             with pytest.raises(ValueError, match="writable contiguous"):
-                read_verified(checkpoint, manifest, allocate=lambda tensor, wrong=wrong: memoryview(wrong))  # type: ignore[misc]
+                read_verified(checkpoint, manifest, allocate=lambda tensor, wrong=wrong: wrong(tensor.size_bytes))  # type: ignore[misc]
 
     def test_what_the_allocator_raises_comes_out(self, checkpoint: Path) -> None:
         def full(tensor: TensorInfo) -> bytearray:

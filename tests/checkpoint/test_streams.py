@@ -25,6 +25,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file many pieces long."""
     monkeypatch.setattr(streams, "PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(streams, "_QUANTUM_BYTES", 4 * PIECE_BYTES)
+    monkeypatch.setattr(streams, "_SMALL_BYTES", PIECE_BYTES // 10)
 
 
 def make_files(folder: Path, sizes_bytes: list[int]) -> dict[str, bytes]:
@@ -106,6 +107,85 @@ def test_while_one_thread_waits_for_the_disk_others_run(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "preadv", wait_for_all)
     run_streams(streams_of(tmp_path, contents), threads=1)
+
+
+def test_a_file_read_ahead_of_its_hashing_is_finished_with_its_last_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = make_files(tmp_path, [20 * PIECE_BYTES])
+    (stream,) = streams_of(tmp_path, contents)
+    ahead = threading.Condition()
+    read, hash_piece = FileStream.read, FileStream.hash
+    hashed: list[int] = []
+
+    def read_and_tell(stream: FileStream, piece: Piece, *, wait: bool = True) -> Piece:
+        rest = read(stream, piece, wait=wait)
+        with ahead:
+            ahead.notify_all()
+        return rest
+
+    def hash_when_the_next_is_read(stream: FileStream, piece: Piece) -> None:
+        hashed.append(sum(view.nbytes for view in piece))
+        with ahead:
+            wanted = min(sum(hashed) + PIECE_BYTES, stream.size_bytes)
+            assert ahead.wait_for(lambda: stream.position >= wanted, timeout=30)
+        hash_piece(stream, piece)
+
+    monkeypatch.setattr(FileStream, "read", read_and_tell)
+    monkeypatch.setattr(FileStream, "hash", hash_when_the_next_is_read)
+    run_streams([stream], threads=2)
+    assert digests_of([stream]) == {"f000": hashlib.sha256(contents["f000"]).hexdigest()}
+    assert hashed == [PIECE_BYTES] * 20
+
+
+def test_no_more_hash_at_a_time_than_there_are_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = make_files(tmp_path, [3 * PIECE_BYTES] * 20)
+    real, hash_piece = os.preadv, FileStream.hash
+    counted = threading.Lock()
+    running, most = 0, 0
+
+    def nothing_is_cached(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            raise BlockingIOError(11, "would wait")
+        return real(fd, buffers, offset)
+
+    def hash_and_count(stream: FileStream, piece: Piece) -> None:
+        nonlocal running, most
+        with counted:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.001)  # long enough for another to come in, if another may
+        hash_piece(stream, piece)
+        with counted:
+            running -= 1
+
+    monkeypatch.setattr(os, "preadv", nothing_is_cached)
+    monkeypatch.setattr(FileStream, "hash", hash_and_count)
+    for threads in (1, 3):
+        most = 0
+        run_streams(streams_of(tmp_path, contents), threads=threads)
+        assert most == threads
+
+
+def test_the_file_with_the_most_left_goes_first_so_that_all_end_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_QUANTUM_BYTES", 1)
+    contents = make_files(tmp_path, [400 * PIECE_BYTES, 100 * PIECE_BYTES, 100 * PIECE_BYTES])
+    hash_piece = FileStream.hash
+    order: list[str] = []
+
+    def note(stream: FileStream, piece: Piece) -> None:
+        order.append(stream.path)
+        hash_piece(stream, piece)
+
+    monkeypatch.setattr(FileStream, "hash", note)
+    opened = streams_of(tmp_path, contents)
+    for stream in opened:
+        stream.open()
+    run_streams(opened, threads=1)
+    assert order[:300] == ["f000"] * 300
+    assert set(order[-6:]) == {"f000", "f001", "f002"}
 
 
 def test_bytes_land_where_they_are_wanted(tmp_path: Path) -> None:
