@@ -7,12 +7,14 @@ why. A second signal ends the wait.
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from prometheus_client.registry import Collector
 
 from appliance.engine.routes import Routes
@@ -116,6 +118,7 @@ class Server:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_http_log(),
             # A client that leaves takes its handler with it, and that ends the answer.
             handler_cancellation=True,
             keepalive_timeout=KEEPALIVE_TIMEOUT_S,
@@ -149,6 +152,17 @@ class Server:
         """Tell whoever still waits that the engine stops, and close everything."""
         await self._app[ROUTES].close()
         await self._runner.cleanup()
+
+
+def _http_log() -> logging.Logger:
+    """What aiohttp has to say, but for a traceback whenever some client does not speak HTTP."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+    log = logging.getLogger(f"{__name__}.http")
+    log.filters = [is_ours]
+    return log
 
 
 @contextlib.contextmanager

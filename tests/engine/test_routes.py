@@ -3,6 +3,7 @@
 import gzip
 import http.client
 import json
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -116,11 +117,14 @@ def test_silent_and_half_open_connections_hold_up_nobody(served: Served) -> None
     ],
     ids=range(7),
 )
-def test_what_is_not_http_is_refused_and_forgotten(served: Served, request_bytes: bytes) -> None:
+def test_what_is_not_http_is_refused_and_fills_no_log(
+    served: Served, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with connected(served) as peer:
         peer.sendall(request_bytes)
         assert received(peer).startswith(b"HTTP/1.")
     assert served.ask("POST", POST, SHORT).status == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_long_prompt_leaves_the_server_answering_while_it_is_encoded(language_model: LanguageModel) -> None:

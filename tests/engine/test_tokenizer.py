@@ -63,6 +63,14 @@ def test_a_missing_tokenizer_is_refused(checkpoint: Path, tmp_path: Path) -> Non
         load_tokenizer(tmp_path)
 
 
+def test_a_length_that_a_tokenizer_was_saved_with_cuts_no_prompt(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    assert load_tokenizer(tmp_path).encode("weights " * 50) == load_tokenizer(checkpoint).encode("weights " * 50)
+
+
 def test_a_tokenizers_own_code_is_never_run(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     trap = tmp_path / "ran"
