@@ -247,12 +247,13 @@ def _regions(value: list[Any], slab_sizes: tuple[int, ...]) -> tuple[Region, ...
 def _holders(value: list[Any]) -> list[Path]:
     """Return the path of every holder: the module itself first, then each a step below an earlier one."""
     holders: list[Path] = [()]
+    names: set[str] = set()
     for index, fields in enumerate(value):
         if type(fields) is not list or len(fields) != 2 or type(fields[0]) is not int:
             raise _bad("holder", index, "not a holder and a step")
         if not 0 <= fields[0] < len(holders) or len(holders[fields[0]]) >= LIMIT_STEPS:
             raise _bad("holder", index, "it is below no earlier holder, or too deep")
-        holders.append((*holders[fields[0]], _step(fields[1], "holder", index)))
+        holders.append((*holders[fields[0]], _step(fields[1], names, "holder", index)))
     return holders
 
 
@@ -288,13 +289,14 @@ def _entries(
 ) -> tuple[TensorEntry, ...]:
     extents = [(spec, spec.extent_bytes, spec.item_bytes) for spec in specs]
     entries: list[TensorEntry] = []
+    names: set[str] = set()
     for index, fields in enumerate(value):
         if type(fields) is not list or len(fields) not in (5, 7):
             raise _bad("entry", index, "neither five nor seven fields")
         holder, step, kind, persistent, *place = fields
         if type(holder) is not int or not 0 <= holder < len(holders):
             raise _bad("entry", index, "no such holder")
-        path = (*holders[holder], _step(step, "entry", index))
+        path = (*holders[holder], _step(step, names, "entry", index))
         if type(kind) is not int or not 0 <= kind < len(_KINDS) or (kind < 2 and type(step) is not str):
             raise _bad("entry", index, "unknown kind, or a parameter or buffer without a name")
         if type(persistent) is not int or persistent not in (0, 1):
@@ -337,8 +339,14 @@ def _placed(
     return spec
 
 
-def _step(step: Any, what: str, index: int) -> Step:
-    if _is_text(step) or _is_size(step):
+def _step(step: Any, names: set[str], what: str, index: int) -> Step:
+    """Return the step; names that were good once are in `names`, as most repeat in every layer."""
+    if type(step) is str and step in names:
+        return step
+    if _is_text(step):
+        names.add(step)
+        return step  # type: ignore[no-any-return]
+    if _is_size(step):
         return step  # type: ignore[no-any-return]
     if type(step) is list and len(step) == 1 and (_is_text(step[0]) or _is_integer(step[0])):
         return Key(step[0])

@@ -18,6 +18,8 @@ from appliance.tensors.stretches import stretches
 
 _WRITTEN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, PurePath)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Their keys come from a counter of the process.
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
 
 
 def differences(one: nn.Module, other: nn.Module, *, values: bool = True, opaque: Collection[type] = ()) -> list[str]:
@@ -103,6 +105,8 @@ def _memory(slots: list[Slot]) -> dict[Path, tuple[str, int]]:
 
 def _valued(one: Inventory, other: Inventory) -> Iterator[str]:
     for path, holder in one.holders.items():
+        if not _HOOKS.isdisjoint(path):
+            continue
         if path not in other.holders:
             yield f"{shown(path) or 'the module'}: only in the first"
             continue
@@ -112,7 +116,7 @@ def _valued(one: Inventory, other: Inventory) -> Iterator[str]:
                 place = shown(path) + name
                 yield f"{place.removeprefix('.')}: {here.get(name, 'absent')} and {there.get(name, 'absent')}"
     for path in other.holders:
-        if path not in one.holders:
+        if path not in one.holders and _HOOKS.isdisjoint(path):
             yield f"{shown(path)}: only in the second"
 
 
@@ -129,7 +133,13 @@ def _values(holder: Any) -> dict[str, str]:
         values.update((f"[{key!r}]", value) for key, value in holder.items())
     elif isinstance(holder, list | tuple | deque):
         values.update((f"[{index}]", value) for index, value in enumerate(holder))
-    return {name: _written(value) for name, value in values.items()}
+    written = {name: _written(value) for name, value in values.items()}
+    if isinstance(holder, nn.Module):
+        hooks = {f".{name}": vars(holder).get(name) for name in _HOOKS}
+        written.update(
+            (name, str(list(map(_written, found.values())))) for name, found in hooks.items() if isinstance(found, dict)
+        )
+    return written
 
 
 def _written(value: object) -> str:

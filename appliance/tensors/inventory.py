@@ -90,22 +90,23 @@ class _Walker:
     def add_module(self, path: Path, module: nn.Module) -> None:
         """List the registered tensors of a module and of all below it, and note them for the search."""
         stack: list[tuple[Path, nn.Module, frozenset[int]]] = [(path, module, frozenset())]
+        add_slot, seen, holders = self._add_slot, self._seen, self.inventory.holders
         while stack:
             path, module, above = stack.pop()
             self._count()
             if isinstance(module, torch.jit.ScriptModule):
                 self._captures.append((path, module))
                 continue
-            self.inventory.holders[path] = module
+            holders[path] = module
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._add_slot(Slot((*path, name), "parameter", True, module, parameter))
+                    add_slot(Slot((*path, name), "parameter", True, module, parameter))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     persistent = name not in module._non_persistent_buffers_set
-                    self._add_slot(Slot((*path, name), "buffer", persistent, module, buffer))
-            if id(module) not in self._seen:
-                self._seen[id(module)] = module
+                    add_slot(Slot((*path, name), "buffer", persistent, module, buffer))
+            if id(module) not in seen:
+                seen[id(module)] = module
                 self._queue.append((path, module, None))
             if module._modules:
                 above |= {id(module)}

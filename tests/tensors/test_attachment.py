@@ -96,6 +96,14 @@ def test_ties_are_the_shards_whatever_the_skeletons_are(shard: MakeShard, tied: 
     assert walk(model).slots.keys() == walk(_model()).slots.keys()
 
 
+def test_where_the_shard_has_another_places_tensor_the_skeletons_class_is_of_no_account(shard: MakeShard) -> None:
+    skeleton = _skeleton(tied=False)
+    skeleton.head.weight = Special(torch.ones(4, 3))
+    model = shard(_model()).attach(skeleton)
+    assert model.head.weight is model.embed.weight
+    assert type(model.head.weight) is nn.Parameter
+
+
 def test_a_copy_leaves_nothing_mapped(shard: MakeShard) -> None:
     made, original = shard(_model()), _model()
     model = made.attach(_skeleton(), copy=True)
@@ -161,13 +169,14 @@ def test_gradient_flags_are_the_shards(shard: MakeShard, grad: bool) -> None:
 
 def test_writing_to_one_tensor_is_no_change_of_another_to_autograd(shard: MakeShard) -> None:
     model = Box()
-    model.one, model.other = torch.ones(2), torch.ones(2)
+    model.one, model.other, model.lazy = torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.complex64).conj()
     made = shard(model)
     made.attach(model)
     version = model.other._version
     model.one.add_(1)
     assert model.other._version == version
-    assert not model.one._is_view()
+    assert model.lazy.is_conj()
+    assert not any(slot.value._is_view() for slot in walk(model).slots.values())
 
 
 def test_a_lazy_skeleton_takes_the_shape_and_class_of_the_shard(shard: MakeShard) -> None:

@@ -34,6 +34,10 @@ def _rebuilt(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
     return apply
 
 
+def _hook(module: nn.Module, arguments: Any, result: Any) -> None:
+    """Do nothing."""
+
+
 def _flip(tensor: torch.Tensor) -> None:
     tensor.view(torch.uint8)[0] ^= 1
 
@@ -108,6 +112,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda model: setattr(model, "act", torch.nn.functional.silu),
         "act: absent and torch.nn.functional.silu",
     ),
+    "a hook": (
+        lambda model: model.one.register_forward_hook(_hook),
+        "one._forward_hooks: [] and ['tests.tensors.test_comparison._hook']",
+    ),
     "an object too many": (
         lambda model: setattr(model, "more", Helper()),
         "more: absent and tests.tensors.modules.Helper",
@@ -136,6 +144,14 @@ def test_a_change_of_a_flag_alone_can_be_left_out() -> None:
     model.helper.kind = "slow"
     model.eval()
     assert differences(_model(), model, values=False) == []
+
+
+def test_hooks_are_compared_by_their_order_and_not_by_their_numbers() -> None:
+    one, other = _model(), _model()
+    for model in (one, other):
+        model.register_forward_hook(_hook)
+        model.register_state_dict_pre_hook(_hook)
+    assert differences(one, other) == []
 
 
 def test_true_is_not_one() -> None:

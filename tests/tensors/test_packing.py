@@ -237,6 +237,16 @@ def test_storages_over_the_same_memory_are_packed_as_one() -> None:
     assert module.other[0] == 0
 
 
+def test_storages_side_by_side_are_packed_apart() -> None:
+    memory = bytearray(os.urandom(2048))
+    module = Box()
+    module.weight = nn.Parameter(torch.frombuffer(memory, dtype=torch.uint8, count=1024), requires_grad=False)
+    module.register_buffer("scale", torch.frombuffer(memory, dtype=torch.uint8, offset=1024))
+    packed = pack(module, MemfdBackend())
+    assert [(region.size_bytes, region.shared) for region in packed.layout.regions] == [(1024, True), (1024, False)]
+    packed.close()
+
+
 def test_memory_shared_out_of_step_is_refused() -> None:
     memory = bytearray(4096)
     module = Box()
