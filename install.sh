@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Try this checkout, or test it. What is said goes to standard error: standard output is the demo's.
+# Install on this host, or try this checkout, or test it. What is said goes to standard error: standard output is the
+# demo's.
 set -euo pipefail
 
 checkout=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 venv=${APPLIANCE_VENV:-$checkout/.venv}
-readonly checkout venv
+readonly checkout
+readonly prefix=/opt/appliance unit_folder=/usr/local/lib/systemd/system
 
-readonly EX_USAGE=64 EX_UNAVAILABLE=69
+readonly EX_USAGE=64 EX_UNAVAILABLE=69 EX_NOPERM=77
 readonly NEWEST_MINOR=13 OLDEST_MINOR=11
 
 # What the tests call, and the Debian package it comes in.
@@ -16,11 +18,15 @@ debootstrap debootstrap
 strace strace
 shellcheck shellcheck
 git git
+g++ g++
+openssl openssl
 "
 
 usage() {
     cat <<'USAGE'
-Usage: ./install.sh --try [ARGUMENT...]    run the demo: a real model, on this machine, as you
+Usage: sudo ./install.sh                  install on this host, or upgrade: environment, command, units, user
+       sudo ./install.sh --uninstall      take all of that away, and leave /etc/appliance and signatures
+       ./install.sh --try [ARGUMENT...]    run the demo: a real model, on this machine, as you
        ./install.sh --test [ARGUMENT...]   run every test; arguments go to pytest
        ./install.sh --help
 
@@ -30,7 +36,12 @@ Usage: ./install.sh --try [ARGUMENT...]    run the demo: a real model, on this m
 
 --test run as root also installs the Debian packages that the tests use. Without root it says which tests are skipped.
 
+Installing needs Linux with systemd 252 or later (254 for all of it) and Python 3.11 to 3.13. Weights and engines that
+run stay; keepers are restarted on the new code, which does not touch what they hold.
+
 Environment:
+  DESTDIR         install below this folder instead, for images; nothing is started
+  APPLIANCE_EXTRAS  which parts of pyproject.toml to install: engine, or engine,cuda where there is an NVIDIA driver
   PYTHON          the Python to use
   APPLIANCE_VENV  the virtual environment to make and use, instead of .venv in this checkout
   PIP_*           pip's own settings. On x86-64, PyPI's torch brings 3 GB of GPU libraries, 5 GB once unpacked; name
@@ -45,6 +56,7 @@ main() {
     --try) try_it "$@" ;;
     --test) run_tests "$@" ;;
     -h | --help) usage ;;
+    --uninstall) uninstall ;;
     '') install_on_host ;;
     *)
         usage >&2
@@ -75,9 +87,114 @@ run_tests() {
 }
 
 install_on_host() {
-    usage >&2
-    die $EX_UNAVAILABLE "installing on this host, with systemd units, is not there yet" \
-        "--try runs the demo; after it, $venv/bin/appliance up --manifest FILE runs one in the foreground"
+    require_linux
+    require_root
+    local dest=${DESTDIR-}
+    local release
+    release=$prefix/releases/$(date -u +%Y%m%d%H%M%S)
+    [[ -n $dest ]] || require_systemd
+    say "making the environment $release"
+    mkdir -p -- "$dest$prefix/releases"
+    venv=$dest$release
+    make_venv
+    install_release
+    # One rename: whoever starts now gets the old release or the new one, whole.
+    ln -sfn -- "$release" "$dest$prefix/current.new"
+    mv -T -- "$dest$prefix/current.new" "$dest$prefix/current"
+    install_files "$dest"
+    if [[ -n $dest ]]; then
+        say "installed below $dest; on the host: systemd-sysusers, systemd-tmpfiles --create, appliance apply"
+        return 0
+    fi
+    systemd-sysusers appliance.conf
+    systemd-tmpfiles --create appliance.conf
+    systemctl daemon-reload
+    systemctl enable --quiet appliance.target
+    # Their weights are with PID 1 meanwhile, and engines do not notice. Engines run on until somebody restarts them.
+    systemctl try-restart 'weights@*.service'
+    remove_old_releases "$release"
+    say "installed. Next: edit /etc/appliance/appliance.yaml, put public keys into /etc/appliance/trust," \
+        "then: appliance check && appliance apply && appliance doctor"
+}
+
+# The package as a wheel's copy, not this checkout: it may move or change after this.
+install_release() {
+    local extras=${APPLIANCE_EXTRAS-} quiet=--quiet
+    if [[ -z $extras ]]; then
+        extras=engine
+        [[ ! -e /proc/driver/nvidia/version ]] || extras=engine,cuda
+    fi
+    say "installing appliance[$extras] and what it needs; this takes a minute or more"
+    [[ ! -t 2 ]] || quiet=''
+    local source
+    source=$(mktemp -d)
+    # pip builds in place: a checkout that root wrote to would be of no use to its owner.
+    cp -R -- "$checkout"/{appliance,pyproject.toml,README.md,LICENSE,constraints.txt} "$source"
+    (cd -- "$source" && "$venv/bin/python" -m pip install ${quiet:+"$quiet"} --disable-pip-version-check \
+        --constraint constraints.txt ".[$extras]" >&2 </dev/null)
+    rm -rf -- "$source"
+}
+
+install_files() {
+    local dest=$1 unit
+    for unit in "$checkout"/units/*.{service,path,timer,target}; do
+        install -D -m 0644 -- "$unit" "$dest$unit_folder/$(basename -- "$unit")"
+    done
+    install -D -m 0644 -- "$checkout/units/appliance.sysusers.conf" "$dest/usr/local/lib/sysusers.d/appliance.conf"
+    install -D -m 0644 -- "$checkout/units/appliance.tmpfiles.conf" "$dest/usr/local/lib/tmpfiles.d/appliance.conf"
+    install -D -m 0644 -- "$checkout/etc/appliance.yaml" "$dest/etc/appliance/appliance.yaml.example"
+    mkdir -p -- "$dest/etc/appliance/trust"
+    if [[ -e $dest/etc/appliance/appliance.yaml ]]; then
+        say "kept /etc/appliance/appliance.yaml; what is new in the example is in appliance.yaml.example beside it"
+    else
+        install -m 0644 -- "$checkout/etc/appliance.yaml" "$dest/etc/appliance/appliance.yaml"
+    fi
+    mkdir -p -- "$dest/usr/local/bin"
+    printf '#!/bin/sh\nexec %s/current/bin/python -m appliance "$@"\n' "$prefix" >"$dest/usr/local/bin/appliance"
+    chmod 0755 -- "$dest/usr/local/bin/appliance"
+}
+
+# What still runs from the release before this one may import from it: that one stays.
+remove_old_releases() {
+    local keep=$1 old
+    for old in $(find "$prefix/releases" -mindepth 1 -maxdepth 1 -type d -not -path "$keep" | sort | head -n -1); do
+        say "removing the old release $old"
+        rm -rf -- "$old"
+    done
+}
+
+uninstall() {
+    require_root
+    local dest=${DESTDIR-} unit
+    if [[ -z $dest ]]; then
+        say "stopping keepers and engines: what they hold is freed"
+        systemctl stop appliance.target 'engine@*.service' 'weights@*.service' 'checkpoint@*' || true
+        systemctl disable --quiet appliance.target || true
+    fi
+    for unit in "$checkout"/units/*.{service,path,timer,target}; do
+        rm -f -- "$dest$unit_folder/$(basename -- "$unit")"
+    done
+    rm -rf -- "$dest"/etc/systemd/system/{weights,engine,checkpoint}@*.d "$dest/etc/systemd/system/appliance.target.wants"
+    rm -f -- "$dest/usr/local/lib/sysusers.d/appliance.conf" "$dest/usr/local/lib/tmpfiles.d/appliance.conf" \
+        "$dest/usr/local/bin/appliance"
+    rm -rf -- "${dest:?}$prefix" "$dest/var/lib/appliance-host" "$dest/var/cache/appliance"
+    [[ -n $dest ]] || systemctl daemon-reload
+    say "gone. Left: /etc/appliance (manifest, keys), /var/lib/appliance (pins, canaries), the user appliance, and every" \
+        "checkpoint with its signature"
+}
+
+require_root() {
+    [[ $EUID -eq 0 || -n ${DESTDIR-} ]] || die $EX_NOPERM "installing on a host needs root" \
+        "sudo ./install.sh, or ./install.sh --try without root"
+}
+
+require_systemd() {
+    local version
+    command -v systemctl >/dev/null || die $EX_UNAVAILABLE "no systemd here" "use ./install.sh --try, or appliance up"
+    version=$(systemctl --version | sed -n '1s/[^0-9]*\([0-9]*\).*/\1/p')
+    [[ $version -ge 252 ]] || die $EX_UNAVAILABLE "systemd $version is too old" "252 or later is needed"
+    [[ -d /run/systemd/system ]] || die $EX_UNAVAILABLE "systemd is not PID 1 here" "use DESTDIR= to make an image"
+    [[ $version -ge 254 ]] || say "systemd $version: see what \`appliance doctor\` says about it"
 }
 
 require_linux() {
