@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from appliance.cli.main import app
+from appliance.manifest.load import load_manifest
 from tests.tiers import cannot_run
 
 ROOT = Path(__file__).parent.parent
@@ -187,6 +188,13 @@ def test_every_file_that_a_document_links_to_or_names_exists(document: str) -> N
     text = (ROOT / document).read_text()
     paths = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.\w+)`", text)
     assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
+
+
+def test_the_readmes_manifest_is_right(tmp_path: Path) -> None:
+    found = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(found) == 1
+    (file := tmp_path / "appliance.yaml").write_text(found[0])
+    assert list(load_manifest(file).models) == ["support-bot"]
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
