@@ -59,8 +59,7 @@ class Watch:
                 continue
             files = await self._rest()
             found = files.get(SIGNATURE_NAME)
-            # Away for now, or put back as it was while we waited for rest.
-            if found is None or (found == signature and refused in (None, files)):
+            if found is None:  # taken away again while we waited for rest
                 continue
             self._distrusted = False
             signature = found

@@ -123,6 +123,17 @@ def test_a_signature_that_is_away_for_a_while_is_reported_when_it_is_back(scene:
     scene.play(scenario)
 
 
+def test_a_signature_that_is_taken_away_again_is_not_reported(scene: Scene) -> None:
+    async def scenario() -> None:
+        scene.write("model.sig", "second")
+        await asyncio.sleep(SETTLE_S / 2)
+        (scene.directory / "model.sig").unlink()
+        await scene.some_looks()
+
+    scene.play(scenario)
+    assert scene.reports == []
+
+
 def test_the_first_signature_of_a_checkpoint_is_reported(folder: Path) -> None:
     scene = Scene(folder)
 
