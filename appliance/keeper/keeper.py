@@ -23,7 +23,7 @@ from appliance.keeper.start import Start, plan
 from appliance.keeper.status import root_digest, status
 from appliance.notify import Named, Notifier
 
-START_EXTENSION_S = 120.0
+START_EXTENSION_S = 300.0
 HEALTH_RETRY_S = 5.0
 
 
@@ -47,7 +47,7 @@ class Keeper:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         try:
-            await _first_end(self._live(given), self._ask_for_time(), stop.wait())
+            await _first_end(self._live(given), self._tell_progress(), stop.wait())
         finally:
             self._notifier.stopping("stopping")
 
@@ -82,7 +82,6 @@ class Keeper:
                 server.serve(listener),
                 self._serve_health(settings, health_tried),
                 self._become_resident(settings, start.foreign, health_tried),
-                self._tell_progress(),
                 self._feed_watchdog(),
             )
 
@@ -186,19 +185,15 @@ class Keeper:
         self._holdings.touch()
 
     async def _tell_progress(self) -> None:
+        # Each step asks for more time: loading takes what it takes, and what hangs takes no steps.
         told = ""
         while True:
-            if (text := self._holdings.progress or self._holdings.trouble) != told and text and not self._ready:
+            text = self._holdings.progress or self._holdings.trouble
+            if text and text != told and not self._ready:
                 self._notifier.status(text)
+                self._notifier.extend_timeout(START_EXTENSION_S)
             told = text
             await self._holdings.changed()
-
-    async def _ask_for_time(self) -> None:
-        # Hashing, loading and waiting for a disk to come back take what they take; a hang is the watchdog's to find.
-        while True:
-            if not self._ready:
-                self._notifier.extend_timeout(START_EXTENSION_S)
-            await asyncio.sleep(START_EXTENSION_S / 4)
 
     async def _feed_watchdog(self) -> None:
         while True:

@@ -113,6 +113,7 @@ def test_a_keeper_killed_at_any_point_of_dropping_leaves_a_whole_shard_or_nothin
         life.custody.store(shard)
         life.custody.drop(shard)
     said = list(manager.datagrams)
+    assert said[7].lines == ("FDSTOREREMOVE=1", f"FDNAME=w1.{shard.record.shard_id}.record")
     for killed_after in range(7, len(said) + 1):
         left = replayed(said[:killed_after])
         with Life(manager) as life:

@@ -119,11 +119,22 @@ def test_a_child_that_says_nothing_is_an_error_of_the_host(child: Callable[[str]
         obtained()
 
 
-def test_a_child_that_does_not_end_is_killed(child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "CHILD_TIMEOUT_S", 0.2)
-    child("time.sleep(600)")
-    with pytest.raises(HostError, match=r"took more than 0.2 s"):
+def test_a_child_that_says_nothing_for_long_is_killed(
+    child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "SILENT_CHILD_TIMEOUT_S", 0.2)
+    child("print('progress 1', flush=True); time.sleep(600)")
+    with pytest.raises(HostError, match=r"nothing was heard of the checkpoint for 0.2 s"):
         obtained()
+
+
+def test_a_child_that_says_how_far_it_is_may_take_its_time(
+    child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "SILENT_CHILD_TIMEOUT_S", 1.0)
+    steps = "".join(f"print('progress {step}', flush=True); time.sleep(0.1); " for step in range(12))
+    child(f"{steps}print({encoded().decode()!r})")
+    assert obtained().target == TARGET
 
 
 def test_a_child_that_does_not_stop_talking_is_killed(
