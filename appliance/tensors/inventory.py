@@ -171,7 +171,9 @@ class _Walker:
         elif nature is _Nature.MODULE:
             if id(value) not in self._seen:
                 self.add_module(path, value)
-        elif nature is _Nature.CAPTURE or (nature is _Nature.INSTANCE and not instance_dict(value)):
+        elif nature is _Nature.CAPTURE:
+            self._captures.append((path, value))
+        elif nature is _Nature.INSTANCE and not instance_dict(value):
             if gc.is_tracked(value):
                 self._captures.append((path, value))
         elif id(value) not in self._seen:

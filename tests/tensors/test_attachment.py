@@ -11,7 +11,7 @@ from torch import nn
 
 from appliance.descriptors import close_all
 from appliance.errors import PeerError, ResourceError
-from appliance.layout import Layout, Region, TensorEntry
+from appliance.layout import Kind, Layout, Path, Region, TensorEntry
 from appliance.slabs.interface import Mapping
 from appliance.slabs.memfd import MemfdBackend
 from appliance.tensors import homes, storage
@@ -357,9 +357,10 @@ def test_a_processed_shard_of_a_class_that_the_skeleton_lacks_is_refused(shard: 
         shard(model).attach(_skeleton(), stage="processed")
 
 
-PLACELESS: dict[str, tuple[Any, ...]] = {
+PLACELESS: dict[str, Path] = {
     "an unknown module": ("nowhere", "weight"),
     "a place in a list": ("listed", 5),
+    "a place in a dict": ("table", 5),
     "a module's name": ("embed",),
     "a dunder": ("embed", "__class__"),
     "a dunder of a helper": ("method", "__dict__"),
@@ -368,14 +369,20 @@ PLACELESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACELESS)
-def test_a_processed_shard_puts_nothing_where_nothing_can_be(shard: MakeShard, place: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        pytest.param(("method", "weight"), "parameter", id="a parameter of a helper"),
+        *(pytest.param(path, "attribute", id=place) for place, path in PLACELESS.items()),
+    ],
+)
+def test_a_processed_shard_puts_nothing_where_nothing_can_be(shard: MakeShard, path: Path, kind: Kind) -> None:
     made = shard(_model())
     first = made.layout.entries[0]
-    entry = TensorEntry(PLACELESS[place], "attribute", False, first.spec, first.region, first.offset_bytes, 0)
+    entry = TensorEntry(path, kind, False, first.spec, first.region, first.offset_bytes, 0)
     layout = Layout(made.layout.slab_sizes, made.layout.regions, (*made.layout.entries, entry))
     skeleton = _skeleton()
-    skeleton.listed, skeleton.number = [Helper()], 5
+    skeleton.listed, skeleton.table, skeleton.number = [Helper()], {1: Helper()}, 5
     with pytest.raises(TensorError, match="have no place"):
         attach(skeleton, layout, made.mappings, stage="processed")
 

@@ -237,6 +237,13 @@ def test_a_scripted_module_is_refused_by_name() -> None:
         walk(module)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_holds_its_tensors_out_of_sight_is_refused_by_name() -> None:
+    module = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)))  # type: ignore[no-untyped-call]
+    with pytest.raises(TensorError, match=r"0\._packed_params\._packed_params \(ScriptObject\)"):
+        walk(module)
+
+
 def test_a_refusal_is_for_the_operator() -> None:
     assert issubclass(TensorError, ConfigError)
 
