@@ -101,11 +101,11 @@ def _built(config: Any, *, path: Path) -> Any:
 
 
 def _apply_kept_dtypes(model: Any, dtype: torch.dtype) -> None:
-    """Some architectures keep a few parameters in float32; transformers sees to it in loading, not in building."""
+    """Some architectures keep a few tensors in float32; transformers sees to it in loading, not in building."""
     for pattern, kept in model._get_dtype_plan(dtype).items():
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and re.search(pattern.replace("*", ".*"), name):
-                parameter.data = parameter.data.to(kept)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(kept)
 
 
 def _refuse_misfits(report: dict[str, Any], configs_dir: Path) -> None:

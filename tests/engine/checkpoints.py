@@ -56,8 +56,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT_TOKENS}),
     "deepseek-v3": (
         "DeepseekV3Config",
-        SMALL | EXPERTS | LATENT | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+        SMALL | EXPERTS | LATENT | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 1},
     ),
+    "ernie-moe": ("Ernie4_5_MoeConfig", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2}),
 }
 
 
