@@ -55,8 +55,11 @@ def _serve(manifest: Path, name: str, *, notifier: Notifier, started: float) -> 
         raise ConfigError(f"model {name!r}: engine.kind {target.model.engine.kind!r} is not the built-in engine")
     phases["identity"] = time.monotonic() - began
     phases["imports"] = import_heavy_modules()
+    from appliance.engine.device import show_only_own
     from appliance.engine.lease import Lease
     from appliance.engine.weights import obtain
+
+    show_only_own(target)
 
     def waiting(text: str) -> None:
         notifier.status(text)

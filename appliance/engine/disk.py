@@ -12,10 +12,13 @@ from appliance import configs
 from appliance.checkpoint.reader import read_verified
 from appliance.checkpoint.safetensors import TensorInfo
 from appliance.checkpoint.stat_record import FileStat
+from appliance.engine.device import device_of
 from appliance.engine.model import load
 from appliance.errors import ConfigError, ResourceError
 from appliance.progress import telling
+from appliance.quantities import format_size
 from appliance.target import Target
+from appliance.tensors.storage import torch_device
 
 # The safetensors names of what the built-in engine can compute with.
 DTYPES = {
@@ -65,7 +68,19 @@ def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda
     on_progress("building the model")
     with tempfile.TemporaryDirectory(prefix="appliance-configs-") as folder:
         configs.write(read.configs, Path(folder))
-        module = load(Path(folder), tensors, dtype=target.model.dtype)
+        module = _moved(load(Path(folder), tensors, dtype=target.model.dtype), torch_device(device_of(target)))
     built = time.monotonic()
     phases = {"verify": verified - started, "build": built - verified, "load": built - started}
     return Loaded(module, read.configs, read.files, phases)
+
+
+def _moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Return the module on its device; each tensor's host memory is freed once it has been copied."""
+    try:
+        return module.to(device)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ResourceError(
+            f"no room for the weights on {device}: {format_size(free)} of {format_size(total)} are free",
+            hint="see who holds the memory: appliance status",
+        ) from error

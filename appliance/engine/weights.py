@@ -25,6 +25,7 @@ from appliance.client import KeeperClient, RefusedError
 from appliance.descriptors import Descriptor, close_all
 from appliance.engine import disk
 from appliance.engine.configs import load_config
+from appliance.engine.device import RANK, device_facts, device_of
 from appliance.engine.model import skeleton
 from appliance.errors import ApplianceError, ConfigError, MissError, PeerError, ResourceError, TrustError
 from appliance.fingerprint import Fingerprint
@@ -35,7 +36,7 @@ from appliance.tensors.attachment import attach
 from appliance.tensors.packing import pack
 from appliance.verdict import Outcome, Reason, Verdict, refused
 
-ROLE, RANK, DEVICE = "target", 0, "cpu"
+ROLE: Final = "target"
 STAGE: Final = "loaded"  # transformers has nothing left to do to the weights once they are loaded
 
 
@@ -160,13 +161,13 @@ def _fill(client: KeeperClient, target: Target, *, on_progress: Callable[[str], 
         fingerprint = take_fingerprint(target, Path(folder))
     began = time.monotonic()
     on_progress("packing the weights")
-    packed = pack(loaded.module, backend(DEVICE))
+    packed = pack(loaded.module, backend(device_of(target)))
     phases = loaded.phases_s | {"pack": time.monotonic() - began}
     record = ShardRecord(
         shard_id=secrets.token_hex(8),
         role=ROLE,
         rank=RANK,
-        device=DEVICE,
+        device=device_of(target),
         fingerprint=fingerprint,
         target=target.fingerprint,
         signer=target.identity.signer,
@@ -196,7 +197,7 @@ def take_fingerprint(target: Target, configs_dir: Path) -> Fingerprint:
         "role": ROLE,
         "rank": RANK,
         "stage": STAGE,
-        "device.kind": "cpu",
+        **device_facts(device_of(target)),
         "model.architecture": ",".join(config.architectures or ()),
         "model.type": config.model_type,
         "model.dtype": str(config.dtype).removeprefix("torch."),
@@ -225,7 +226,7 @@ def _check_files(target: Target, record: ShardRecord, files: Mapping[str, bytes]
 def _bind(
     module: torch.nn.Module, layout: bytes, record: ShardRecord, slabs: tuple[Descriptor, ...], *, copy: bool
 ) -> None:
-    device = backend(DEVICE)
+    device = backend(record.device)
     mappings = []
     try:
         for slab, size_bytes in zip(slabs, record.slab_sizes, strict=True):

@@ -35,8 +35,10 @@ def _load(manifest: Path, model: str) -> int:
     target = read_target(manifest, model)
     with KeeperClient.connect(target.socket_path, timeout_s=CONNECT_TIMEOUT_S) as client:
         # A second or two of imports; what cannot be trusted has been refused before them.
+        from appliance.engine.device import show_only_own
         from appliance.engine.weights import load_and_donate
 
+        show_only_own(target)
         try:
             weights = load_and_donate(target, client, client_name=f"loader@{model}")
         except RefusedError as error:

@@ -29,7 +29,7 @@ BACKENDS: Mapping[str, Backend] = {
     "vllm": Backend(
         "vLLM",
         axes=frozenset({"tensor", "pipeline", "data", "expert"}),
-        settings=frozenset({"gpus", "quantization", "draft", "engine.args"}),
+        settings=frozenset({"quantization", "draft", "engine.args"}),
         own_args={
             "--data-parallel-size": "parallel.data",
             "--dtype": "dtype",
@@ -87,7 +87,6 @@ def capability_findings(path: SettingPath, model: Model) -> Iterator[Finding]:
 
 
 _CANNOT = {
-    "gpus": "computes on the CPU alone and takes no GPU",
     "quantization": "takes no quantization method but what the checkpoint says",
     "draft": "does not speculate with a draft model",
     "engine.args": "takes no further arguments",
@@ -96,7 +95,6 @@ _CANNOT = {
 
 def _optional(model: Model) -> dict[str, object]:
     return {
-        "gpus": model.gpus,
         "quantization": model.quantization,
         "draft": model.draft,
         "engine.args": model.engine.args,

@@ -31,7 +31,7 @@ def test_whatever_a_kind_cannot_do_another_can() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"gpus": [0]}, {"quantization": "fp8"}, {"draft": {"method": "mtp"}}, {"args": ["--fast"]}],
+    [{"quantization": "fp8"}, {"draft": {"method": "mtp"}}, {"args": ["--fast"]}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_an_optional_setting_is_refused_by_the_kind_that_would_ignore_it(settings: dict[str, object]) -> None:
@@ -44,6 +44,7 @@ def test_an_optional_setting_is_refused_by_the_kind_that_would_ignore_it(setting
 
 def test_a_model_that_asks_for_nothing_special_is_served_by_the_built_in_engine() -> None:
     assert list(capability_findings(PATH, _model())) == []
+    assert list(capability_findings(PATH, _model(gpus=[0]))) == []
 
 
 def _model(kind: object = "builtin", *, args: object = (), **settings: object) -> Model:
