@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 
 from appliance.descriptors import close_all
 from appliance.errors import PeerError, ResourceError
-from appliance.layout import Kind, Layout, Path, Region, TensorEntry
+from appliance.layout import Kind, Layout, Region, TensorEntry
+from appliance.layout import Path as TensorPath
 from appliance.slabs.interface import Mapping
 from appliance.slabs.memfd import MemfdBackend
 from appliance.tensors import homes, storage
@@ -87,6 +89,21 @@ def test_parameters_are_read_in_place_and_everything_else_is_a_private_copy(shar
         assert private.data_ptr() != others.data_ptr()
         private.fill_(9)
         assert not (others == 9).any()
+
+
+def test_attaching_reads_no_byte_of_the_parameters(shard: MakeShard) -> None:
+    made = shard(nn.Linear(4096, 4096))
+    before = _mapped_bytes()
+    model = made.attach(nn.Linear(4096, 4096, device="meta"))
+    assert _mapped_bytes() - before < 1 << 20
+    model.weight.sum().item()
+    assert _mapped_bytes() - before > 60 << 20
+
+
+def _mapped_bytes() -> int:
+    """Return how much shared memory this process has touched."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -357,7 +374,7 @@ def test_a_processed_shard_of_a_class_that_the_skeleton_lacks_is_refused(shard: 
         shard(model).attach(_skeleton(), stage="processed")
 
 
-PLACELESS: dict[str, Path] = {
+PLACELESS: dict[str, TensorPath] = {
     "an unknown module": ("nowhere", "weight"),
     "a place in a list": ("listed", 5),
     "a place in a dict": ("table", 5),
@@ -376,7 +393,7 @@ PLACELESS: dict[str, Path] = {
         *(pytest.param(path, "attribute", id=place) for place, path in PLACELESS.items()),
     ],
 )
-def test_a_processed_shard_puts_nothing_where_nothing_can_be(shard: MakeShard, path: Path, kind: Kind) -> None:
+def test_a_processed_shard_puts_nothing_where_nothing_can_be(shard: MakeShard, path: TensorPath, kind: Kind) -> None:
     made = shard(_model())
     first = made.layout.entries[0]
     entry = TensorEntry(path, kind, False, first.spec, first.region, first.offset_bytes, 0)

@@ -114,7 +114,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a hook": (
         lambda model: model.one.register_forward_hook(_hook),
-        "one._forward_hooks: [] and ['tests.tensors.test_comparison._hook']",
+        f"one._forward_hooks: [] and ['{__name__}._hook']",
     ),
     "an object too many": (
         lambda model: setattr(model, "more", Helper()),
