@@ -246,8 +246,9 @@ make_venv() {
 
 # Print the first Python that is new enough and can make a virtual environment.
 choose_python() {
-    local candidate found package lacking=''
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.{13,12,11}; do
+    local candidate found package lacking='' candidates=(python3 python3.{13,12,11})
+    [[ -z ${PYTHON-} ]] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         found=$(command -v "$candidate") || continue
         if is_usable "$found" venv ensurepip; then
             printf '%s\n' "$found"
@@ -256,7 +257,6 @@ choose_python() {
         if is_usable "$found"; then
             lacking=${lacking:-$found}
         fi
-        [[ -z ${PYTHON-} ]] || break
     done
     if [[ -n $lacking ]]; then
         package=$("$lacking" -c 'import sys; print("python3.%d-venv" % sys.version_info[1])')
