@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from appliance import fingerprint, inventory, record
-from appliance.checkpoint.findings import check_all
 from appliance.checkpoint.identity import Identity, Trust, identify
 from appliance.checkpoint.keyring import Keyring
+from appliance.checkpoint.verification import verify_all
 from appliance.errors import ApplianceError, ConfigError
 from appliance.events import ERROR, event
 from appliance.fingerprint import Fingerprint
@@ -98,7 +98,7 @@ def keeper_settings(
         trust = trust_of(manifest)
         identity = identify(model.checkpoint, trust, on_progress=telling("pinning", on_progress))
         if verify:
-            check_all(identity, on_progress=telling("verifying", on_progress)).require_none(identity)
+            verify_all(identity, manifest.directories.state, on_progress=telling("verifying", on_progress))
         target, signer = target_fingerprint(model, identity), identity.signer
     except ApplianceError as error:
         refusal = {"detail": str(error), "exit_status": error.exit_status}
