@@ -76,6 +76,7 @@ class _Mapped:
     memory: _Memory
     size_bytes: int
     access: str = ""
+    accessors: set[int] = field(default_factory=set)  # the GPUs that may use it
 
 
 @dataclass
@@ -321,6 +322,7 @@ class FakeCuda:
             if item.location.type != 1 or item.flags not in (1, 3):
                 raise _invalid()
             mapped.access = "rw" if item.flags == 3 else "r"
+            mapped.accessors.add(item.location.id)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if mapped.access == "rw" else 0)
         _libc.mprotect(address, size_bytes, protection)
 

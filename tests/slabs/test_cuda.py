@@ -96,6 +96,15 @@ def test_a_mapping_can_be_read_and_a_slab_written(fake: FakeCuda) -> None:
         assert [mapped.access for mapped in fake._mappings.values()] == ["r"]
 
 
+def test_a_mapping_is_of_its_own_gpu_alone(fake: FakeCuda) -> None:
+    gpu = CudaBackend(SECOND, bindings=fake)
+    with gpu.create("weights", SIZE) as slab:
+        assert [mapped.accessors for mapped in fake._mappings.values()] == [{1}]
+        descriptor = slab.seal()
+    with descriptor, gpu.map(descriptor, SIZE):
+        assert [mapped.accessors for mapped in fake._mappings.values()] == [{1}]
+
+
 def test_a_slab_of_another_gpu_is_refused(fake: FakeCuda) -> None:
     with CudaBackend(SECOND, bindings=fake).create("weights", SIZE) as slab, slab.seal() as descriptor:
         with pytest.raises(PeerError, match=f"memory of another GPU than {FIRST}"):
