@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, PlainValidator, StringConstraints, ValidationInfo, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StringConstraints,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from appliance.errors import ConfigError
@@ -153,6 +161,8 @@ Gpu = Annotated[
 Cpus = Annotated[
     tuple[int, ...],
     PlainValidator(_cpus),
+    # JSON has no tuples, and pydantic would warn that what it made of one is none.
+    PlainSerializer(list, return_type=list[int], when_used="json"),
     WithJsonSchema(
         {
             "anyOf": [
