@@ -130,8 +130,9 @@ def _listed(names: Any) -> str:
 def _ready(model: Any) -> torch.nn.Module:
     """Ready to answer, and without the marks that tell how a model was made, so that both ways end in the same."""
     module: torch.nn.Module = model.eval().requires_grad_(False)
-    model.config.name_or_path = ""
     for part in module.modules():
+        if (config := part.__dict__.get("config")) is not None:
+            config.name_or_path = ""  # some parts have a copy
         for mark in ("_is_hf_initialized", "_weight_conversions", "_use_kernels"):
             part.__dict__.pop(mark, None)
         if "name_or_path" in part.__dict__:

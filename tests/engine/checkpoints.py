@@ -45,21 +45,26 @@ ROPE = {
     "original_max_position_embeddings": 128,
 }
 # One of each kind of difference: ties, scaled rotary tables, extra norms, buffers that scale embeddings, experts that
-# are merged while loading, fused projections, transposed layers, parameters kept in float32.
+# are merged while loading, fused projections, transposed layers, tensors kept in float32, parts with a config of their
+# own.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", SMALL | {"tie_word_embeddings": True}),
-    "llama-untied": ("LlamaConfig", SMALL | {"tie_word_embeddings": False, "rope_parameters": ROPE}),
-    "qwen3": ("Qwen3Config", SMALL | {"head_dim": 16}),
-    "qwen3-moe": ("Qwen3MoeConfig", SMALL | EXPERTS | {"head_dim": 16, "num_experts": 4}),
-    "gemma3": ("Gemma3TextConfig", SMALL | {"head_dim": 16}),
-    "phi3": ("Phi3Config", SMALL),
-    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT_TOKENS}),
+    "llama": ("llama", SMALL | {"tie_word_embeddings": True}),
+    "llama-untied": ("llama", SMALL | {"tie_word_embeddings": False, "rope_parameters": ROPE}),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 16}),
+    "qwen3-moe": ("qwen3_moe", SMALL | EXPERTS | {"head_dim": 16, "num_experts": 4}),
+    "gemma3": ("gemma3_text", SMALL | {"head_dim": 16}),
+    "phi3": ("phi3", SMALL),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT_TOKENS}),
     "deepseek-v3": (
-        "DeepseekV3Config",
-        SMALL | EXPERTS | LATENT | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        "deepseek_v3",
+        SMALL
+        | EXPERTS
+        | LATENT
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
         | {"first_k_dense_replace": 1},
     ),
-    "ernie-moe": ("Ernie4_5_MoeConfig", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2}),
+    "granite-swa": ("granite_swa", SMALL),
+    "ernie-moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2}),
 }
 
 
@@ -68,10 +73,10 @@ def make_checkpoint(directory: Path, *, architecture: str = "llama", dtype: torc
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = small_tokenizer()
     vocabulary = len(tokenizer)
-    class_name, settings = ARCHITECTURES[architecture]
+    kind, settings = ARCHITECTURES[architecture]
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
-    config = getattr(transformers, class_name)(vocab_size=vocabulary, **ends, **settings)
     with torch.random.fork_rng(devices=[]), quiet():
+        config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary, **ends, **settings)
         torch.manual_seed(7)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.save_pretrained(directory)

@@ -116,6 +116,13 @@ def test_an_answer_can_be_cancelled_between_tokens(language_model: LanguageModel
     assert len(seen) == 3
 
 
+def test_a_model_whose_layers_are_unknown_can_be_cancelled_between_tokens_too(checkpoint: Path) -> None:
+    module: Any = load(checkpoint, read_tensors(checkpoint), dtype="auto")
+    module._no_split_modules = None
+    model = LanguageModel(module, load_tokenizer(checkpoint), defaults=SamplingDefaults(()))
+    test_an_answer_can_be_cancelled_between_tokens(model)
+
+
 def test_an_answer_can_be_cancelled_in_the_middle_of_a_forward_pass(language_model: LanguageModel) -> None:
     cancelled = threading.Event()
     cancelled.set()
