@@ -1,5 +1,6 @@
 """A stage for each test, in a folder whose path is short enough for sockets."""
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,3 +19,14 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def stage(folder: Path) -> Stage:
     return Stage(folder)
+
+
+@pytest.fixture(autouse=True)
+def signals_count() -> Iterator[None]:
+    """Tests that run in the background of a shell have Ctrl-C ignored, and a supervisor respects that."""
+    numbers = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
