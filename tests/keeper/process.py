@@ -126,6 +126,9 @@ class KeeperProcess:
 
     def __exit__(self, *error: object) -> None:
         self.kill()
+        assert self._process.stderr is not None
+        if not self._process.stderr.closed:
+            print(f"keeper said: {self._process.stderr.read()}")
         self.close_stderr()
 
 

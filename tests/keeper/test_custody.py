@@ -304,25 +304,29 @@ def test_what_was_adopted_counts_against_the_limit(manager: ServiceManager) -> N
         life.custody.drop(fits)
 
 
-def test_two_ranks_that_donate_at_once_do_not_overrun_the_store(manager: ServiceManager) -> None:
-    with Life(manager, limit=30) as life:
+def test_ranks_that_donate_at_once_do_not_overrun_the_store(manager: ServiceManager) -> None:
+    with Life(manager, limit=45) as life:
         refused = []
 
         def store(rank: int) -> None:
-            shard = shard_of(rank=rank, slabs=8)
+            shard = shard_of(rank=rank, slabs=13)
             try:
                 life.custody.store(shard)
             except ResourceError:
                 refused.append(rank)
             shard.close()
 
+        # The first of them stops half-way, with more messages sent than a paused manager has room for.
+        manager.pause()
         threads = [threading.Thread(target=store, args=(rank,)) for rank in range(6)]
         for thread in threads:
             thread.start()
+        threads[0].join(0.1)
+        manager.go_on()
         for thread in threads:
             thread.join()
         assert len(refused) == 3
-        assert len(manager.names()) == 30
+        assert len(manager.names()) == 45
         adopted = Custody(life.notifier).adopt(manager.handed_over())
         assert len(adopted.shards) == 3
         close(adopted)

@@ -271,6 +271,45 @@ def test_the_next_life_of_a_refusing_keeper_still_knows_the_old_layout(stage: St
     asyncio.run(asyncio.wait_for(replaced(), 20))
 
 
+def test_what_is_lost_of_the_old_weights_is_still_missed_after_a_refusal(stage: Stage, manager: ServiceManager) -> None:
+    handed_over = stored(manager, shard_of(OTHER_TARGET, rank=0), settings=stage.settings(target=OTHER_TARGET))
+    stage.will_obtain(ranks=1, refusal=BAD_SIGNATURE)
+
+    async def live(given: list[Named]) -> None:
+        async with living(stage, manager, given) as life:
+            await life.settled()
+            assert life.held == {(OLD, 0)}
+            assert life.holdings.missing == [("target", 1)]
+
+    asyncio.run(live(handed_over))
+    stage.will_obtain(status=EXIT_CONFIG)
+    asyncio.run(live(manager.handed_over()))
+    assert not manager.heard("READY=1")
+
+
+@pytest.mark.parametrize("checkpoint", ["refused", "broken manifest", "corrupt"])
+def test_nothing_replaces_old_weights_while_the_new_checkpoint_is_no_good(
+    stage: Stage, manager: ServiceManager, checkpoint: str
+) -> None:
+    handed_over = given_back(stage, manager, "another")
+    set_up(stage, checkpoint, "works")
+
+    def replace() -> None:
+        for target in (TARGET, OTHER_TARGET):
+            with KeeperClient.connect(stage.socket_path) as donor:
+                with pytest.raises(RefusedError) as caught:
+                    offer(donor, target=target, replace=True)
+                assert caught.value.verdict.reason is Reason.CHECKPOINT_REFUSED
+
+    async def live() -> None:
+        async with living(stage, manager, handed_over) as life:
+            await life.settled()
+            await asyncio.to_thread(replace)
+            assert life.held == {(OLD, 0), (OLD, 1)}
+
+    asyncio.run(live())
+
+
 def test_without_stored_settings_a_broken_manifest_ends_a_keeper_whatever_it_was_given(
     stage: Stage, manager: ServiceManager
 ) -> None:
