@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 from prometheus_client.registry import Collector
 
-from appliance.engine.answer import Finish, Piece, Sampling
+from appliance.engine.answer import Finish, Piece
 from appliance.engine.api import ChatRequest, CompletionRequest, Request, parse
 from appliance.engine.metrics import CONTENT_TYPE, Metrics
+from appliance.engine.prompts import Prompts
 from appliance.engine.refusal import Refusal
 from appliance.engine.reply import ChatReply, CompletionReply, Reply, event_bytes
-from appliance.engine.tokenizer import ChatTemplateRefusal
 from appliance.engine.worker import Place, QueueFull, Worker, WorkerClosed
 
 if TYPE_CHECKING:
@@ -48,14 +48,15 @@ class Routes:
         health: Callable[[], Mapping[str, object]],
         collectors: Iterable[Collector],
     ) -> None:
-        self._model = model
         self._name = name
+        self._context_tokens = model.context_tokens
         self._body_limit_bytes = body_limit_bytes
         self._read_timeout_s = read_timeout_s
         self._write_timeout_s = write_timeout_s
         self._health = health
         self._created = int(time.time())
         self._worker = Worker(model, queue_limit=queue_limit)
+        self._prompts = Prompts(model)
         # One thread: encoding a long prompt must not hold up the loop, and several at once would only share a core.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="engine-encoder")
         self._metrics = Metrics(
@@ -110,10 +111,10 @@ class Routes:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CompletionRequest, CompletionReply, encode=self._prompt_ids)
+        return await self._answer(request, CompletionRequest, CompletionReply, encode=self._prompts.of_completion)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ChatRequest, ChatReply, encode=self._conversation_ids)
+        return await self._answer(request, ChatRequest, ChatReply, encode=self._prompts.of_chat)
 
     @web.middleware
     async def guard(
@@ -147,7 +148,7 @@ class Routes:
         self._refuse_while_draining()
         with self._under_way(), self._place() as place:
             prompt_ids = await asyncio.get_running_loop().run_in_executor(self._encoder, encode, asked)
-            sampling = self._sampling(asked, len(prompt_ids))
+            sampling = self._prompts.sampling(asked, len(prompt_ids))
             self._metrics.count_prompt(len(prompt_ids))
             with_ids = bool(asked.return_token_ids)
             reply = kind(self._name, prompt_ids, with_usage=asked.includes_usage, with_ids=with_ids)
@@ -193,54 +194,6 @@ class Routes:
             raise Refusal(408, f"the body did not arrive within {self._read_timeout_s:g} s") from error
         except web.RequestPayloadError as error:
             raise Refusal(400, "the body cannot be decoded") from error
-
-    def _prompt_ids(self, asked: CompletionRequest) -> list[int]:
-        if isinstance(asked.prompt, str):
-            ids = self._model.tokenizer.encode(asked.prompt)
-        else:
-            ids = list(asked.prompt)
-            if not all(0 <= one < self._model.vocabulary_size for one in ids):
-                raise Refusal(400, f"a token id is from 0 to {self._model.vocabulary_size - 1}", param="prompt")
-        if not ids:
-            raise Refusal(400, "the prompt is empty", param="prompt")
-        return ids
-
-    def _conversation_ids(self, asked: ChatRequest) -> list[int]:
-        tokenizer = self._model.tokenizer
-        if not tokenizer.has_chat_template:
-            raise Refusal(
-                400, "this model's checkpoint has no chat template; use /v1/completions", code="no_chat_template"
-            )
-        try:
-            ids = tokenizer.encode_chat([message.for_template() for message in asked.messages])
-        except ChatTemplateRefusal as refusal:
-            raise Refusal(400, f"the chat template refuses the messages: {refusal}", param="messages") from refusal
-        if not ids:
-            raise Refusal(400, "the chat template makes nothing of the messages", param="messages")
-        return ids
-
-    def _sampling(self, asked: Request, prompt_tokens: int) -> Sampling:
-        context = self._model.context_tokens
-        room = context - prompt_tokens
-        wanted = asked.tokens_asked_for
-        if room < 1 or (wanted is not None and wanted > room):
-            answer = "" if wanted is None else f" and {wanted} for the answer"
-            raise Refusal(
-                400,
-                f"this model's context is {context} tokens; the request needs {prompt_tokens} for the prompt{answer}",
-                param="messages" if isinstance(asked, ChatRequest) else "prompt",
-                code="context_length_exceeded",
-            )
-        defaults = self._model.defaults
-        return Sampling(
-            max_tokens=wanted if wanted is not None else min(room, asked.tokens_by_default or room),
-            temperature=_first(asked.temperature, defaults.temperature, 1.0),
-            top_p=_first(asked.top_p, defaults.top_p, 1.0),
-            top_k=defaults.top_k or 0,
-            repetition_penalty=_first(defaults.repetition_penalty, 1.0),
-            seed=asked.seed,
-            stops=asked.stop,
-        )
 
     async def _counted(
         self, pieces: AsyncGenerator[Piece | Finish, None], arrived: float
@@ -302,7 +255,7 @@ class Routes:
             "object": "model",
             "created": self._created,
             "owned_by": "appliance",
-            "max_model_len": self._model.context_tokens,
+            "max_model_len": self._context_tokens,
         }
 
     def _refuse_other_models(self, name: str) -> None:
@@ -353,10 +306,6 @@ def _refused(refusal: Refusal) -> web.Response:
 
 def _stopping() -> Refusal:
     return Refusal(503, "the engine is stopping", code="stopping", headers={"Retry-After": str(DRAIN_RETRY_AFTER_S)})
-
-
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
 
 
 def _json(data: dict[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
