@@ -316,8 +316,11 @@ def test_ranks_that_donate_at_once_do_not_overrun_the_store(manager: ServiceMana
                 refused.append(rank)
             shard.close()
 
-        # The first of them stops half-way, with more messages sent than a paused manager has room for.
+        # The first of them stops at its first message: a paused manager has no room for more.
         manager.pause()
+        with pytest.raises(HostError, match="takes no messages"):
+            while True:
+                life.notifier.send(["STATUS=full"], timeout_s=0)
         threads = [threading.Thread(target=store, args=(rank,)) for rank in range(6)]
         for thread in threads:
             thread.start()

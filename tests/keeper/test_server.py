@@ -1,10 +1,12 @@
 """Many clients of one keeper, some of them hostile: what one does costs only that one."""
 
+import asyncio
 import contextlib
 import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from hypothesis import strategies as st
 from appliance import memfd, wire
 from appliance.client import RefusedError
 from appliance.keeper import server
+from appliance.keeper.answers import Answers
+from appliance.keeper.connection import Connection
+from appliance.keeper.holdings import Holdings
 from appliance.verdict import Reason
 from tests.descriptors import count_descriptors, room_for
 from tests.keeper.clients import ClientProcess
@@ -150,6 +155,36 @@ def test_clients_that_talk_without_pause_do_not_keep_others_from_being_heard(res
         other.wait_for("talk")
         for _ in range(3):
             attaches_quickly(resident)
+
+
+def test_after_every_message_the_others_have_their_turn() -> None:
+    class Counting(Answers):
+        """Answers nothing, and counts what it was asked."""
+
+        asked = 0
+
+        def __init__(self) -> None: ...
+
+        async def answer(self, connection: Connection, packet: wire.Packet) -> None:
+            self.asked += 1
+
+    async def run() -> None:
+        answers = Counting()
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with one, closing(Connection(other)) as connection:
+            for _ in range(50):
+                wire.send(one, wire.Status())
+            one.shutdown(socket.SHUT_WR)
+            conversing = asyncio.create_task(
+                server.KeeperServer(Holdings(), answers, model="m", gid=None)._converse(connection)
+            )
+            for turn in range(50):
+                await asyncio.sleep(0)
+                assert answers.asked <= turn + 2
+            await asyncio.wait_for(conversing, 20)
+        assert answers.asked == 50
+
+    asyncio.run(run())
 
 
 def test_a_client_that_reads_no_refusals_is_hung_up_on(serving: Serving) -> None:
