@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from appliance import wire
@@ -93,19 +94,24 @@ class Connection:
                 break
         self.send(message)
 
-    @contextlib.contextmanager
-    def stirring(self) -> Iterator["asyncio.Future[None]"]:
+    def stirring(self) -> AbstractContextManager["asyncio.Future[None]"]:
         """Give a future that is done once the client has said something or is gone. Reads nothing."""
-        loop = asyncio.get_running_loop()
-        stirred: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._channel, _settle, stirred)
-        try:
-            yield stirred
-        finally:
-            loop.remove_reader(self._channel)
+        return stirring(self._channel)
 
     def close(self) -> None:
         self._channel.close()
+
+
+@contextlib.contextmanager
+def stirring(channel: socket.socket) -> Iterator["asyncio.Future[None]"]:
+    """Give a future that is done once there is something to receive or to accept."""
+    loop = asyncio.get_running_loop()
+    stirred: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(channel, _settle, stirred)
+    try:
+        yield stirred
+    finally:
+        loop.remove_reader(channel)
 
 
 def credentials(channel: socket.socket) -> Credentials:

@@ -7,7 +7,7 @@ import socket
 from appliance.errors import PeerError
 from appliance.events import WARNING, event
 from appliance.keeper.answers import Answers
-from appliance.keeper.connection import Connection, GoneError, RefuseError
+from appliance.keeper.connection import Connection, GoneError, RefuseError, stirring
 from appliance.keeper.holdings import Holdings
 from appliance.verdict import Reason, refused
 
@@ -44,11 +44,15 @@ class KeeperServer:
             self._failed.cancel()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         said = False
         while True:
             try:
-                channel, _ = await loop.sock_accept(listener)
+                # Not loop.sock_accept: a client that comes just as that is cancelled is lost, with a traceback.
+                channel, _ = listener.accept()
+            except BlockingIOError:
+                with stirring(listener) as stirred:
+                    await stirred
+                continue
             except OSError as error:  # out of descriptors: those who are connected go on
                 if not said:
                     event(f"cannot accept clients: {error.strerror}", priority=WARNING, model=self._model)
@@ -56,15 +60,19 @@ class KeeperServer:
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             said = False
-            try:
-                connection = Connection(channel)
-            except OSError as error:
-                event(f"cannot tell who a client is: {error.strerror or error}", priority=WARNING, model=self._model)
-                channel.close()
-                continue
-            task = asyncio.create_task(self._serve_one(connection))
-            self._connections[task] = connection
-            task.add_done_callback(self._ended)
+            self._take_in(channel)
+            await asyncio.sleep(0)
+
+    def _take_in(self, channel: socket.socket) -> None:
+        try:
+            connection = Connection(channel)
+        except OSError as error:
+            event(f"cannot tell who a client is: {error.strerror or error}", priority=WARNING, model=self._model)
+            channel.close()
+            return
+        task = asyncio.create_task(self._serve_one(connection))
+        self._connections[task] = connection
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         # Also where the task was cancelled before it began.
