@@ -29,6 +29,17 @@ def test_gpus_are_counted_in_bus_order(driver: Path) -> None:
     ]
 
 
+def test_a_gpu_is_known_by_its_uuid_and_by_its_index_as_text(driver: Path) -> None:
+    first, second = inventory.gpus(driver)
+    assert inventory.by_name(driver) == {UUIDS[0]: first, UUIDS[1]: second, "0": first, "1": second}
+
+
+def test_a_device_node_that_the_driver_does_not_number_is_that_of_the_index(driver: Path) -> None:
+    path = driver / "0000:c1:00.0" / "information"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "Minor" not in line))
+    assert [gpu.minor for gpu in inventory.gpus(driver)] == [3, 1]
+
+
 def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
     assert inventory.gpus(tmp_path / "missing") == []
 

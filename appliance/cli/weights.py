@@ -7,6 +7,11 @@ from appliance.manifest.load import load_manifest
 from appliance.quantities import format_size
 from appliance.verdict import Reason
 
+_HINTS = {
+    Reason.LEASED: "stop that engine first, or use --force",
+    Reason.LOADING: "wait until they are loaded, or use --force",
+}
+
 
 def evict(model: ModelArgument, manifest: ManifestOption = MANIFEST, force: ForceOption = False) -> None:
     """Free a model's weights now. Refused while an engine has them attached, unless forced."""
@@ -16,9 +21,8 @@ def evict(model: ModelArgument, manifest: ManifestOption = MANIFEST, force: Forc
         try:
             size_bytes = client.evict(force=force)
         except RefusedError as error:
-            if error.verdict.reason is Reason.LEASED:
-                raise ResourceError(
-                    f"{model}: {error.verdict.detail}", hint="stop that engine first, or use --force"
-                ) from error
-            raise
+            hint = _HINTS.get(error.verdict.reason)
+            if hint is None:
+                raise
+            raise ResourceError(f"{model}: {error.verdict.detail}", hint=hint) from error
     print(f"{model}: freed {format_size(size_bytes)}")
