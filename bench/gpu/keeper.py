@@ -13,9 +13,7 @@ def run(path: Path) -> int:
 
     answer = path.read_bytes()
 
-    async def child(
-        manifest: Path, model: str, *options: str, timeout_s: float | None, on_progress: Callable[[str], None]
-    ) -> bytes:
+    async def child(manifest: Path, model: str, *options: str, on_progress: Callable[[str], None]) -> bytes:
         return answer
 
     settings._child = child

@@ -57,6 +57,7 @@ _PYTEST = (
     "default",
     "-p",
     "no:cacheprovider",
+    "--tb=short",
     "--durations=5",
     "tests/gpu",
 )

@@ -30,14 +30,6 @@ class DriverContract:
         with pytest.raises(CudaError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
             gpu.create(1 << 50)
 
-    def test_a_released_handle_is_unknown(self, gpu: CudaDevice) -> None:
-        handle = gpu.create(gpu.granularity_bytes)
-        gpu.release(handle)
-        with pytest.raises(CudaError, match="cuMemExport"):
-            gpu.export(handle)
-        with _reserved(gpu) as address, pytest.raises(CudaError, match="cuMemMap"):
-            gpu.map(address, gpu.granularity_bytes, handle)
-
     def test_memory_lives_behind_a_descriptor_alone(self, gpu: CudaDevice) -> None:
         with _created(gpu) as handle:
             fd = gpu.export(handle)

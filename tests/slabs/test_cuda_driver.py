@@ -39,6 +39,20 @@ def test_a_release_is_refused_the_second_time() -> None:
         gpu.release(handle)
 
 
+def test_a_released_handle_is_unknown() -> None:
+    # Not in the contract: driver 580 crashes the process that exports a handle it has released.
+    fake = FakeCuda()
+    gpu = open_device(fake.gpus[0].uuid, bindings=fake)
+    handle = gpu.create(gpu.granularity_bytes)
+    gpu.release(handle)
+    with pytest.raises(CudaError, match="cuMemExport"):
+        gpu.export(handle)
+    address = gpu.reserve(gpu.granularity_bytes)
+    with pytest.raises(CudaError, match="cuMemMap"):
+        gpu.map(address, gpu.granularity_bytes, handle)
+    gpu.free(address, gpu.granularity_bytes)
+
+
 def test_a_gpu_is_found_by_uuid_whatever_its_number() -> None:
     fake = FakeCuda([FakeGpu(FIRST), FakeGpu(SECOND)])
     assert [open_device(uuid, bindings=fake).ordinal for uuid in (SECOND, FIRST)] == [1, 0]
