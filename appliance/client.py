@@ -149,9 +149,15 @@ class KeeperClient:
 
     def wait_for_hangup(self) -> None:
         """Block until the keeper goes away or closes the lease."""
-        self._channel.settimeout(None)
         with contextlib.suppress(OSError, PeerError):
-            while (packet := wire.receive(self._channel)) is not None:
+            while True:
+                self._channel.settimeout(None)
+                try:
+                    packet = wire.receive(self._channel)
+                except TimeoutError:  # set by another thread, which reports over this connection
+                    continue
+                if packet is None:
+                    return
                 packet.close()
 
     def close(self) -> None:

@@ -318,6 +318,27 @@ def test_hanging_up_is_noticed_by_who_waits_for_it(serving: Serving) -> None:
         thread.join()
 
 
+def test_a_report_of_another_thread_is_no_hang_up(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "REPLY_TIMEOUT_S", 0.05)
+    serving.put(shard_of())
+    with serving.connect() as client:
+        attach(client, fingerprint_of(TARGET))
+        thread = threading.Thread(target=client.wait_for_hangup)
+        thread.start()
+        for _ in range(5):
+            client.report(Verdict(Outcome.HIT), {})
+            thread.join(0.05)
+        # Something that nobody asked for ends the waiting for one packet, and the next begins with that timeout.
+        (connection,) = serving.call(lambda: list(serving.server._connections.values()))
+        serving.call(lambda: connection.send(wire.Progress(text="unasked")))
+        client.report(Verdict(Outcome.HIT), {})
+        thread.join(0.2)
+        assert thread.is_alive()
+        serving.close()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_closing_wakes_who_waits_for_the_hang_up(serving: Serving) -> None:
     client = serving.connect()
     thread = threading.Thread(target=client.wait_for_hangup)

@@ -21,8 +21,8 @@ def evict(model: ModelArgument, manifest: ManifestOption = MANIFEST, force: Forc
         try:
             size_bytes = client.evict(force=force)
         except RefusedError as error:
-            hint = _HINTS.get(error.verdict.reason)
-            if hint is None:
+            reason = error.verdict.reason
+            if reason is None or (hint := _HINTS.get(reason)) is None:
                 raise
             raise ResourceError(f"{model}: {error.verdict.detail}", hint=hint) from error
     print(f"{model}: freed {format_size(size_bytes)}")

@@ -52,7 +52,7 @@ class Serving:
             target=lambda: self.target,
             status=lambda: status(self.holdings, model="m", target=self.target, signer=""),
         )
-        self._server = KeeperServer(self.holdings, self.answers, model="m", gid=gid)
+        self.server = KeeperServer(self.holdings, self.answers, model="m", gid=gid)
         self._listener = listen(self.path, gid=gid)
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -137,7 +137,7 @@ class Serving:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        serving = asyncio.create_task(self._server.serve(self._listener))
+        serving = asyncio.create_task(self.server.serve(self._listener))
         stopping = asyncio.create_task(self._stop.wait())
         self._started.set()
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
