@@ -49,6 +49,11 @@ def test_a_slab_with_a_hole_is_refused() -> None:
             MemfdBackend().map(hollow, 1 << 40)
 
 
+def test_a_larger_slab_than_announced_is_refused() -> None:
+    with _sealed(2 * PAGE) as slab, pytest.raises(PeerError, match=f"{2 * PAGE} bytes instead of the {PAGE} announced"):
+        MemfdBackend().map(slab, PAGE)
+
+
 @pytest.mark.parametrize("seal", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_WRITE, fcntl.F_SEAL_GROW])
 def test_a_slab_with_a_seal_missing_is_refused(seal: int) -> None:
     with memfd.create("open") as slab:
@@ -85,9 +90,9 @@ def _limit(what: int, value: int) -> Iterator[None]:
 )
 def test_a_slab_that_cannot_be_made_leaves_nothing(limit: Callable[[], AbstractContextManager[None]]) -> None:
     before = count_descriptors()
-    with limit(), pytest.raises(ResourceError):
+    with limit(), pytest.raises(ResourceError) as raised:
         MemfdBackend().create("test", 64 * PAGE)
-    assert count_descriptors() == before
+    assert count_descriptors() == before, raised  # while the error still holds what it happened in
 
 
 def test_a_mapping_that_cannot_be_made_leaves_nothing() -> None:

@@ -183,6 +183,7 @@ class _Unusual(tuple[Any, ...]):
 CAPTURES: dict[str, Callable[[Any], object]] = {
     "a closure": _closure,
     "a closure of a closure": lambda value: _closure(_closure(value)),
+    "a key in a closure": lambda value: _closure({value: 1}),
     "a default": _default,
     "an attribute of a function": lambda value: functools.wraps(_closure(value))(lambda: None),
     "a partial": lambda value: functools.partial(print, value),
