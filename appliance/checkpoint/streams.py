@@ -66,7 +66,7 @@ def make_streams(
             size_bytes=size_bytes,
             # A file larger than its fair share would end last: BLAKE3 can use several cores for one file.
             hasher=make_hasher(algorithm, threads=min(threads, 1 + size_bytes // fair_bytes)),
-            expected=expected[path] if expected else None,
+            expected=None if expected is None else expected[path],
         )
         for path, size_bytes in sizes_bytes.items()
     ]

@@ -345,6 +345,12 @@ def test_a_wrong_digest_stops_the_rest_and_names_the_file(tmp_path: Path, monkey
     assert [stream.path for stream in done if stream.outcome] == []
 
 
+def test_expecting_nothing_of_a_file_is_a_bug_not_a_pass(tmp_path: Path) -> None:
+    contents = make_files(tmp_path, [500])
+    with pytest.raises(KeyError):
+        make_streams(find_root(tmp_path), {"f000": len(contents["f000"])}, algorithm="sha256", expected={})
+
+
 def test_a_disk_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         raise OSError(5, "Input/output error")
