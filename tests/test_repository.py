@@ -28,7 +28,7 @@ PARTS = (
     *("fingerprint", "progress", "record", "verdict", "wire", "target", "client", "canary"),
     *("keeper", "tensors"),
     *("engine", "loader"),
-    *("up", "host", "demo", "cli"),
+    *("up", "host", "demo", "cli", "__main__"),
 )
 TORCH_PARTS = ("tensors", "engine", "loader", "demo")  # these alone may need the extra `engine`
 TORCH = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "accelerate", "huggingface_hub"}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.tiers import cannot_run
 from tests.engine.checkpoints import read_tensors
 from tests.sites import MODEL, Site
+from tests.tiers import cannot_run
 
 ATTACH = """
 import sys
