@@ -66,6 +66,13 @@ def test_a_body_of_ten_megabytes_is_refused_and_costs_nobody_else(served: Served
     assert served.ask("POST", POST, SHORT).status == 200
 
 
+def test_a_body_that_is_announced_as_too_large_is_refused_before_it_arrives(served: Served) -> None:
+    with connected(served) as peer:
+        head = f"POST {POST} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {1 << 40}\r\n\r\n"
+        peer.sendall(head.encode())
+        assert received(peer).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_large_body_without_a_length_is_refused_once_it_is_too_large(language_model: LanguageModel) -> None:
     with serving(language_model, body_limit_bytes=10_000) as served:
         with connected(served) as peer:
