@@ -31,6 +31,7 @@ def prepared(*, fake: bool = False) -> Iterator[tuple[str, ...]]:
     from tests.slabs.fake_driver import FakeCuda, FakeGpu
 
     os.environ[FAKE] = "1"
+    torch.set_num_threads(1)  # on a busy host torch's threads wait for each other longer than they compute
     with installed(FakeCuda([FakeGpu(uuid, total_bytes=16 * GIB) for uuid in FAKE_UUIDS])):
         yield FAKE_UUIDS
 

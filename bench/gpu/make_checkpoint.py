@@ -11,27 +11,32 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from bench.gpu.device import prepared, torch_device
+from bench.gpu.device import is_fake, prepared, torch_device
 
-HIDDEN, INTERMEDIATE, KEYS = 4096, 12288, 1024
-LAYER = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (KEYS, HIDDEN),
-    "self_attn.v_proj": (KEYS, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-    "input_layernorm": (HIDDEN,),
-    "post_attention_layernorm": (HIDDEN,),
-}
-LAYER_BYTES = sum(2 * torch.Size(shape).numel() for shape in LAYER.values())
+HIDDEN = 4096
+FAKE_HIDDEN = 512
 
 
-def write(folder: Path, *, size_bytes: int, files: int, device: torch.device) -> int:
+def layer_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the weights of one layer, in the proportions of an 8B decoder."""
+    return {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 4, hidden),
+        "self_attn.v_proj": (hidden // 4, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (3 * hidden, hidden),
+        "mlp.up_proj": (3 * hidden, hidden),
+        "mlp.down_proj": (hidden, 3 * hidden),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+
+
+def write(folder: Path, *, size_bytes: int, files: int, device: torch.device, hidden: int = HIDDEN) -> int:
     """Write the checkpoint, about `size_bytes` of tensors, and return their exact size."""
     folder.mkdir(parents=True, exist_ok=True)
-    layers = max(files, round(size_bytes / LAYER_BYTES))
+    shapes = layer_shapes(hidden)
+    layers = max(files, round(size_bytes / sum(2 * torch.Size(shape).numel() for shape in shapes.values())))
     generator = torch.Generator(device).manual_seed(0)
     weight_map: dict[str, str] = {}
     written = 0
@@ -39,7 +44,7 @@ def write(folder: Path, *, size_bytes: int, files: int, device: torch.device) ->
         name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         tensors = {}
         for layer in range(number * layers // files, (number + 1) * layers // files):
-            for part, shape in LAYER.items():
+            for part, shape in shapes.items():
                 values = torch.empty(shape, dtype=torch.int16, device=device)
                 values.random_(-(2**15), 2**15, generator=generator)
                 tensors[f"model.layers.{layer}.{part}.weight"] = values.view(torch.bfloat16).cpu()
@@ -61,7 +66,13 @@ def main() -> None:
     args = parser.parse_args()
     started = time.monotonic()
     with prepared(fake=args.fake):
-        written = write(args.folder, size_bytes=int(args.gb * 1e9), files=args.files, device=torch_device(0))
+        written = write(
+            args.folder,
+            size_bytes=int(args.gb * 1e9),
+            files=args.files,
+            device=torch_device(0),
+            hidden=FAKE_HIDDEN if is_fake() else HIDDEN,
+        )
     print(f"{written / 1e9:.2f} GB in {args.files} files, {time.monotonic() - started:.1f} s")
 
 
