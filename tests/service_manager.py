@@ -18,7 +18,7 @@ from appliance.descriptors import Descriptor, close_all
 from appliance.notify import Named
 
 MAX_DATAGRAM_BYTES = 4096
-WAIT_TIMEOUT_S = 20.0
+WAIT_TIMEOUT_S = 60.0
 
 _KNOWN = {"READY", "STATUS", "STOPPING", "WATCHDOG", "EXTEND_TIMEOUT_USEC", "FDSTORE", "FDSTOREREMOVE", "FDNAME"}
 _KNOWN |= {"FDPOLL", "BARRIER"}

@@ -248,6 +248,18 @@ def test_out_of_descriptors_a_keeper_goes_on_and_loses_nothing(stage: Stage, man
     assert len(manager.names()) == 5
 
 
+def test_a_keeper_allows_itself_as_many_descriptors_as_it_may(stage: Stage, manager: ServiceManager) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        keeper = started(stage, manager)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with keeper:
+        manager.wait_for_line("READY=1")
+        assert resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
 @as_root
 def test_a_runtime_directory_that_cannot_be_written_ends_a_keeper_with_one_line(open_folder: Path) -> None:
     stage = Stage(open_folder, ranks=1)
