@@ -140,6 +140,12 @@ install_files() {
     for unit in "$checkout"/units/*.{service,path,timer,target}; do
         install -D -m 0644 -- "$unit" "$dest$unit_folder/$(basename -- "$unit")"
     done
+    # Older ones would complain of it at every reload. An image is taken for a newer one.
+    for unit in weights@.service engine@.service; do
+        if [[ -n $dest || $(systemd_version) -ge 254 ]]; then
+            install -D -m 0644 -- "$checkout/units/backoff.conf" "$dest$unit_folder/$unit.d/backoff.conf"
+        fi
+    done
     install -D -m 0644 -- "$checkout/units/appliance.sysusers.conf" "$dest/usr/local/lib/sysusers.d/appliance.conf"
     install -D -m 0644 -- "$checkout/units/appliance.tmpfiles.conf" "$dest/usr/local/lib/tmpfiles.d/appliance.conf"
     install -D -m 0644 -- "$checkout/etc/appliance.yaml" "$dest/etc/appliance/appliance.yaml.example"
@@ -174,7 +180,8 @@ uninstall() {
     for unit in "$checkout"/units/*.{service,path,timer,target}; do
         rm -f -- "$dest$unit_folder/$(basename -- "$unit")"
     done
-    rm -rf -- "$dest"/etc/systemd/system/{weights,engine,checkpoint}@*.d "$dest/etc/systemd/system/appliance.target.wants"
+    rm -rf -- "$dest$unit_folder"/{weights,engine}@.service.d
+    rm -rf -- "$dest"/etc/systemd/system/{weights,engine,checkpoint}@*.{d,wants} "$dest/etc/systemd/system/appliance.target.wants"
     rm -f -- "$dest/usr/local/lib/sysusers.d/appliance.conf" "$dest/usr/local/lib/tmpfiles.d/appliance.conf" \
         "$dest/usr/local/bin/appliance"
     rm -rf -- "${dest:?}$prefix" "$dest/var/lib/appliance-host" "$dest/var/cache/appliance"
@@ -191,10 +198,14 @@ require_root() {
 require_systemd() {
     local version
     command -v systemctl >/dev/null || die $EX_UNAVAILABLE "no systemd here" "use ./install.sh --try, or appliance up"
-    version=$(systemctl --version | sed -n '1s/[^0-9]*\([0-9]*\).*/\1/p')
+    version=$(systemd_version)
     [[ $version -ge 252 ]] || die $EX_UNAVAILABLE "systemd $version is too old" "252 or later is needed"
     [[ -d /run/systemd/system ]] || die $EX_UNAVAILABLE "systemd is not PID 1 here" "use DESTDIR= to make an image"
     [[ $version -ge 254 ]] || say "systemd $version: see what \`appliance doctor\` says about it"
+}
+
+systemd_version() {
+    systemctl --version | sed -n '1s/[^0-9]*\([0-9]*\).*/\1/p'
 }
 
 require_linux() {

@@ -12,7 +12,7 @@ from appliance.lines import printable
 
 JOURNAL_SOCKET = "/run/systemd/journal/socket"
 
-INFO, WARNING, ERROR = 6, 4, 3
+INFO, NOTICE, WARNING, ERROR = 6, 5, 4, 3
 
 
 def event(text: str, *, priority: int = INFO, **fields: object) -> None:

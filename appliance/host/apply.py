@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from appliance.errors import ApplianceError, HostError
-from appliance.host.plan import Action, Change, Plan, Verb
+from appliance.host.plan import Action, Change, Plan
+from appliance.host.systemctl import RELOAD_TIMEOUT_S, START_TIMEOUT_S, systemctl
 from appliance.host.unit_files import Link
-from appliance.run import run
-
-RELOAD_TIMEOUT_S = 60.0
-ACTION_TIMEOUT_S = 3600.0
 
 
 def apply(plan: Plan, root: Path, *, tell: Callable[[str], None]) -> None:
@@ -27,9 +24,15 @@ def apply(plan: Plan, root: Path, *, tell: Callable[[str], None]) -> None:
         with contextlib.suppress(ApplianceError):
             systemctl("daemon-reload", timeout_s=RELOAD_TIMEOUT_S)
         raise
-    failures = [str(error) for action in plan.actions if (error := _act(action, tell)) is not None]
+    failures: dict[str, str] = {}
+    for action in plan.actions:
+        # An engine waits for weights, and attaches whenever they come: nobody has to wait with it.
+        wait = not any(unit.startswith("weights@") and _model(unit) == _model(action.unit) for unit in failures)
+        if (error := _act(action, tell, wait=wait)) is not None:
+            failures[action.unit] = error.message
     if failures:
-        raise HostError("; ".join(failures), hint="journalctl -u UNIT says more")
+        units = " ".join(f"-u {unit}" for unit in failures)
+        raise HostError("; ".join(failures.values()), hint=f"journalctl {units} says more")
 
 
 def write_files(changes: Sequence[Change], root: Path) -> Callable[[], None]:
@@ -51,24 +54,19 @@ def write_files(changes: Sequence[Change], root: Path) -> Callable[[], None]:
     return undo
 
 
-def systemctl(*arguments: str, timeout_s: float) -> str:
-    """Run systemctl and return its output; HostError with its last line where it fails."""
-    return run(["systemctl", "--no-ask-password", *arguments], timeout_s=timeout_s).stdout
-
-
-def _act(action: Action, tell: Callable[[str], None]) -> ApplianceError | None:
+def _act(action: Action, tell: Callable[[str], None], *, wait: bool) -> ApplianceError | None:
     tell(str(action))
+    with contextlib.suppress(ApplianceError):  # it was never loaded
+        systemctl("reset-failed", action.unit, timeout_s=RELOAD_TIMEOUT_S)
     try:
-        if action.verb is not Verb.STOP:
-            # A unit that failed too often would not be started again.
-            systemctl("reset-failed", action.unit, timeout_s=RELOAD_TIMEOUT_S)
-    except ApplianceError:
-        pass  # it was never loaded
-    try:
-        systemctl(str(action.verb), action.unit, timeout_s=ACTION_TIMEOUT_S)
+        systemctl(*([] if wait else ["--no-block"]), str(action.verb), action.unit, timeout_s=START_TIMEOUT_S)
     except ApplianceError as error:
         return error
     return None
+
+
+def _model(unit: str) -> str:
+    return unit.partition("@")[2].rpartition(".")[0]
 
 
 def _put(path: Path, content: "str | Link | None") -> None:

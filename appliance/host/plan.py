@@ -76,9 +76,10 @@ def read_present(root: Path) -> Files:
     for kind in _KINDS:
         for path in units.glob(f"{kind}*.d/{DROP_IN}"):
             files[PurePosixPath(path.relative_to(root))] = path.read_text()
-        for path in (units / f"{TARGET}.wants").glob(f"{kind}*"):
-            if path.is_symlink():
-                files[PurePosixPath(path.relative_to(root))] = Link(str(path.readlink()))
+        for folder in (TARGET, "weights@*.service"):
+            for path in units.glob(f"{folder}.wants/{kind}*"):
+                if path.is_symlink():
+                    files[PurePosixPath(path.relative_to(root))] = Link(str(path.readlink()))
     if (applied := root / APPLIED).is_file():
         files[APPLIED] = applied.read_text()
     return files
@@ -87,7 +88,7 @@ def read_present(root: Path) -> Files:
 def _actions(changes: tuple[Change, ...], wanted: Files) -> Iterator[Action]:
     """Engines stop before weights and start after them; an engine follows its weights where their bytes change."""
     by_path = {change.path: change for change in changes}
-    links = [change for change in changes if change.path.parent.name == f"{TARGET}.wants"]
+    links = [change for change in changes if _enables(change.path)]
     gone = [change.path.name for change in links if change.after is None]
     new = [change.path.name for change in links if change.before is None]
     yield from (Action(unit, Verb.STOP, "no longer in the manifest") for unit in sorted(gone, key=_engines_first))
@@ -107,7 +108,11 @@ def _actions(changes: tuple[Change, ...], wanted: Files) -> Iterator[Action]:
 
 
 def _units_of(wanted: Files) -> list[str]:
-    return [path.name for path in wanted if path.parent.name == f"{TARGET}.wants"]
+    return [path.name for path in wanted if _enables(path)]
+
+
+def _enables(path: PurePosixPath) -> bool:
+    return path.parent.suffix == ".wants"
 
 
 def _differing(change: Change) -> dict[str, str]:

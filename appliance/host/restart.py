@@ -12,7 +12,7 @@ from appliance.canary import MAX_TOKENS, PROMPT, CanaryRecord
 from appliance.client import KeeperClient
 from appliance.errors import HostError, TrustError
 from appliance.fingerprint import Fingerprint
-from appliance.host.apply import systemctl
+from appliance.host.systemctl import systemctl
 from appliance.host.unit_files import unit_name
 from appliance.manifest.schema import Manifest
 

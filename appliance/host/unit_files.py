@@ -12,13 +12,17 @@ from pathlib import PurePosixPath
 import yaml
 
 from appliance.inventory import Gpu
-from appliance.manifest.schema import Manifest, Model
+from appliance.manifest.schema import Directories, Manifest, Model
 
 UNITS = PurePosixPath("etc/systemd/system")
 TEMPLATES = PurePosixPath("/usr/local/lib/systemd/system")
 APPLIED = PurePosixPath("var/lib/appliance-host/appliance.yaml")
 DROP_IN = "10-appliance.conf"
 TARGET = "appliance.target"
+
+OWN_GROUP = "appliance"
+# For imports and compilation, on top of waiting for weights.
+OWN_START_S = 600.0
 
 # Thread pools that would otherwise each start one thread for every core of the host.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -58,7 +62,9 @@ def unit_files(manifest: Manifest, source: PurePosixPath, gpus: dict[str, Gpu]) 
         if manifest.trust.policy == "signed":
             for suffix in ("path", "timer"):
                 watch = f"checkpoint@{escaped(name)}.{suffix}"
-                files[wants / watch] = Link(str(TEMPLATES / f"checkpoint@.{suffix}"))
+                files[UNITS / f"{unit_name('weights', name)}.wants" / watch] = Link(
+                    str(TEMPLATES / f"checkpoint@.{suffix}")
+                )
             files[UNITS / f"checkpoint@{escaped(name)}.path.d" / DROP_IN] = _drop_in(source, _watch(model))
     return files
 
@@ -86,6 +92,7 @@ def quoted(text: str) -> str:
 
 
 def _weights(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[Setting]:
+    yield from _access(manifest)
     yield from _devices(model, gpus)
     yield from _recorded(model, KEEPER_SETTINGS)
     yield "X-Appliance", "trust.policy", manifest.trust.policy
@@ -93,6 +100,8 @@ def _weights(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator
 
 def _engine(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[Setting]:
     engine = model.engine
+    yield "Service", "TimeoutStartSec", f"{model.wait_s + OWN_START_S:g}s"
+    yield from _access(manifest)
     if engine.cpus:
         yield "Service", "CPUAffinity", " ".join(map(str, sorted(engine.cpus)))
     for variable in THREAD_VARIABLES if engine.threads is not None else ():
@@ -102,6 +111,17 @@ def _engine(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[
     yield from _devices(model, gpus)
     yield from _recorded(model, ENGINE_SETTINGS)
     yield "X-Appliance", "trust.policy", manifest.trust.policy
+
+
+def _access(manifest: Manifest) -> Iterator[Setting]:
+    """What a process may enter beyond what the templates say."""
+    default = Directories()
+    for setting in Directories.model_fields:
+        if (folder := getattr(manifest.directories, setting)) != getattr(default, setting):
+            # Made by whoever set it: systemd makes the default ones.
+            yield "Service", "ReadWritePaths", quoted(f"-{folder}")
+    if manifest.group not in (None, OWN_GROUP):
+        yield "Service", "SupplementaryGroups", str(manifest.group)
 
 
 def _watch(model: Model) -> Iterator[Setting]:

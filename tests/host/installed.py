@@ -28,7 +28,8 @@ PYTHON_PLACE = "/opt/python"
 def installed(kind: Kind, keys: Path) -> Iterator[Machine]:
     """Yield a booted host on which `sudo ./install.sh` has run; the key pair is new, its private half in `keys`."""
     generate_key(keys / "signer.key")
-    with Machine.boot(kind, binds=_python_and_pip(), network="host") as machine:
+    with Machine.boot(kind, binds=python_and_pip(), network="host") as machine:
+        make_python_usable(machine)
         for name in SHIPPED:
             machine.copy_in(CHECKOUT / name, f"/root/checkout/{name}")
         install(machine)
@@ -63,13 +64,20 @@ def status(machine: Machine, name: str = MODEL) -> dict[str, Any]:
     return found
 
 
-def _python_and_pip() -> dict[Path, str]:
+def python_and_pip() -> dict[Path, str]:
     """Return what of this machine has to be in there for the same Python and the same package sources."""
     binds = {folder: str(folder) for folder in _pip_folders()}
     if not _is_debians():
         # Where its users cannot look, in somebody's home, it would be of no use to the appliance's user.
         binds[Path(sys.base_prefix)] = PYTHON_PLACE
     return binds
+
+
+def make_python_usable(machine: Machine) -> None:
+    """Have that Python find its own library, which it looks for in the place that it was built for."""
+    if not _is_debians():
+        machine.write("/etc/ld.so.conf.d/python.conf", f"{PYTHON_PLACE}/lib\n")
+        machine.run(["ldconfig"])
 
 
 def _python() -> str:
@@ -87,5 +95,6 @@ def _pip_folders() -> list[Path]:
     said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True)
     words = said.stdout.replace("'", " ").replace("file://", " ").split()
     places = [Path(word) for word in words if word.startswith("/")] + [Path("/etc/xdg/pip")]
-    folders = {place if place.is_dir() else place.parent for place in places if place.exists()}
+    # An index of files links to files beside it.
+    folders = {place if place.is_dir() and place.name != "simple" else place.parent for place in places if place.exists()}
     return sorted(folder for folder in folders if not folder.is_relative_to("/usr"))
