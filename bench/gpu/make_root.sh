@@ -6,7 +6,7 @@ out=$(realpath -m -- "$1")
 root=$(mktemp -d)
 trap 'rm -rf -- "$root"' EXIT
 
-debootstrap --variant=minbase --include=systemd trixie "$root" "${2:-http://deb.debian.org/debian}" >&2
+debootstrap --variant=minbase --include=systemd trixie "$root" ${2:+"$2"} >&2
 
 cd "$root"
 mkdir -p host

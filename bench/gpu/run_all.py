@@ -48,7 +48,8 @@ def _bench(
 
 
 # Warnings of this machine's packages are not ours to fail for.
-_PYTEST = (sys.executable, *"-m pytest -q -W default -p no:cacheprovider --tb=short --durations=5 tests/gpu".split())
+_OPTIONS = ("-q", "-W", "default", "-p", "no:cacheprovider", "--tb=short", "--durations=5")
+_PYTEST = (sys.executable, "-m", "pytest", *_OPTIONS, "tests/gpu")
 # A worker that the driver takes down with it is replaced, and only that test is lost.
 _ISOLATED = (*_PYTEST, "-n", "1", "--max-worker-restart", "10")
 _SMALL = "--gib 0.05 --tensors 80"

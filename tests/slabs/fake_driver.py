@@ -13,70 +13,16 @@ import threading
 import uuid as uuids
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.slabs import fake_addresses
+from tests.slabs.fake_addresses import Mapped, Memory
+from tests.slabs.fake_results import CUresult, Refused, invalid
+
 GRANULARITY_BYTES = 2 << 20
 _NAME = "fake-cuda-"
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
-]  # fmt: skip
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-
-
-class CUresult(IntEnum):
-    """The results that the fake gives, with CUDA's numbers."""
-
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_INVALID_VALUE = 1
-    CUDA_ERROR_OUT_OF_MEMORY = 2
-    CUDA_ERROR_NOT_INITIALIZED = 3
-    CUDA_ERROR_DEINITIALIZED = 4
-    CUDA_ERROR_NO_DEVICE = 100
-    CUDA_ERROR_INVALID_DEVICE = 101
-    CUDA_ERROR_INVALID_CONTEXT = 201
-    CUDA_ERROR_OPERATING_SYSTEM = 304
-    CUDA_ERROR_ILLEGAL_ADDRESS = 700
-    CUDA_ERROR_NOT_SUPPORTED = 801
-
-
-class Refused(Exception):
-    """Ends a fake call with this result."""
-
-    def __init__(self, result: CUresult) -> None:
-        super().__init__(result.name)
-        self.result = result
-
-
-def _invalid() -> Refused:
-    return Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
-
-
-@dataclass
-class _Memory:
-    """One allocation: a memfd of the fake's own, and whose memory it is."""
-
-    fd: int
-    size_bytes: int
-    ordinal: int
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-@dataclass
-class _Mapped:
-    memory: _Memory
-    size_bytes: int
-    access: str = ""
-    accessors: set[int] = field(default_factory=set)  # the GPUs that may use it
 
 
 @dataclass
@@ -107,9 +53,9 @@ class FakeCuda:
         self._lock = threading.RLock()
         self._initialized = False
         self._next_handle = 1000
-        self._handles: dict[int, _Memory] = {}
+        self._handles: dict[int, Memory] = {}
         self._reservations: dict[int, int] = {}
-        self._mappings: dict[int, _Mapped] = {}
+        self._mappings: dict[int, Mapped] = {}
         self._current = threading.local()
         self._failures: dict[int, CUresult] = {}
         self._broken: CUresult | None = None
@@ -139,7 +85,7 @@ class FakeCuda:
             with contextlib.suppress(OSError):  # both a handle and a mapping hold it
                 memory.close()
         for address, size_bytes in self._reservations.items():
-            _munmap(address, size_bytes)
+            fake_addresses.free(address, size_bytes)
         self._handles.clear()
         self._mappings.clear()
         self._reservations.clear()
@@ -229,19 +175,19 @@ class FakeCuda:
     def _cuMemGetAllocationGranularity(self, properties: Any, option: int) -> int:  # noqa: N802
         self._check_properties(properties)
         if option != 1:
-            raise _invalid()
+            raise invalid()
         return GRANULARITY_BYTES
 
     def _cuMemCreate(self, size_bytes: int, properties: Any, flags: int) -> int:  # noqa: N802
         self._check_properties(properties)
         if size_bytes <= 0 or size_bytes % GRANULARITY_BYTES or flags:
-            raise _invalid()
+            raise invalid()
         ordinal = properties.location.id
         if size_bytes > self._free_bytes(ordinal):
             raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
         fd = os.memfd_create(_NAME + self._gpu(ordinal).uuid, os.MFD_CLOEXEC)
         os.ftruncate(fd, size_bytes)
-        return self._new_handle(_Memory(fd, size_bytes, ordinal))
+        return self._new_handle(Memory(fd, size_bytes, ordinal))
 
     def _cuMemRelease(self, handle: int) -> None:  # noqa: N802
         memory = self._memory(handle)
@@ -250,7 +196,7 @@ class FakeCuda:
 
     def _cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> int:  # noqa: N802
         if kind != 1 or flags:
-            raise _invalid()
+            raise invalid()
         try:
             fd = os.dup(self._memory(handle).fd)
         except OSError:
@@ -260,76 +206,75 @@ class FakeCuda:
 
     def _cuMemImportFromShareableHandle(self, fd: int, kind: int) -> int:  # noqa: N802
         if kind != 1:
-            raise _invalid()
+            raise invalid()
         try:
             target = str(Path(f"/proc/self/fd/{fd}").readlink())
         except OSError:
-            raise _invalid() from None
+            raise invalid() from None
         name = target.removeprefix(f"/memfd:{_NAME}").removesuffix(" (deleted)")
         if name == target.removesuffix(" (deleted)"):
-            raise _invalid()
+            raise invalid()
         ordinal = next((number for number, gpu in enumerate(self.gpus) if gpu.uuid == name), None)
         if ordinal is None:
             raise Refused(CUresult.CUDA_ERROR_INVALID_DEVICE)
-        return self._new_handle(_Memory(os.dup(fd), os.fstat(fd).st_size, ordinal))
+        return self._new_handle(Memory(os.dup(fd), os.fstat(fd).st_size, ordinal))
 
     # Addresses.
 
     def _cuMemAddressReserve(self, size_bytes: int, alignment: int, address: int, flags: int) -> int:  # noqa: N802
         if size_bytes <= 0 or size_bytes % mmap.PAGESIZE or alignment or address or flags:
-            raise _invalid()
-        start = _mmap(0, size_bytes + GRANULARITY_BYTES)
-        reserved = -(-start // GRANULARITY_BYTES) * GRANULARITY_BYTES
-        _munmap(start, reserved - start)
-        _munmap(reserved + size_bytes, start + GRANULARITY_BYTES - reserved)
+            raise invalid()
+        try:
+            reserved = fake_addresses.reserve(size_bytes, alignment_bytes=GRANULARITY_BYTES)
+        except MemoryError:
+            raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY) from None
         self._reservations[reserved] = size_bytes
         return reserved
 
     def _cuMemAddressFree(self, address: int, size_bytes: int) -> None:  # noqa: N802
         if self._reservations.get(address) != size_bytes or self._mapping_at(address, size_bytes) is not None:
-            raise _invalid()
+            raise invalid()
         del self._reservations[address]
-        _munmap(address, size_bytes)
+        fake_addresses.free(address, size_bytes)
 
     def _cuMemMap(self, address: int, size_bytes: int, offset: int, handle: int, flags: int) -> None:  # noqa: N802
         memory = self._memory(handle)
         if offset or flags or size_bytes <= 0 or size_bytes % GRANULARITY_BYTES or address % GRANULARITY_BYTES:
-            raise _invalid()
+            raise invalid()
         reserved = any(
             start <= address and address + size_bytes <= start + length for start, length in self._reservations.items()
         )
         if not reserved or size_bytes > memory.size_bytes or self._mapping_at(address, size_bytes) is not None:
-            raise _invalid()
-        _mmap(address, size_bytes, fd=memory.fd)
-        self._mappings[address] = _Mapped(memory, size_bytes)
+            raise invalid()
+        fake_addresses.put(memory, address, size_bytes)
+        self._mappings[address] = Mapped(memory, size_bytes)
 
     def _cuMemUnmap(self, address: int, size_bytes: int) -> None:  # noqa: N802
         mapped = self._mappings.get(address)
         if mapped is None or mapped.size_bytes != size_bytes:
-            raise _invalid()
+            raise invalid()
         if self.busy:
             self.faults.append(f"unmapped {address:#x} under the device's work")
-        _mmap(address, size_bytes)
+        fake_addresses.take_away(address, size_bytes)
         del self._mappings[address]
         self._forget(mapped.memory)
 
     def _cuMemSetAccess(self, address: int, size_bytes: int, access: list[Any], count: int) -> None:  # noqa: N802
         mapped = self._mappings.get(address)
         if mapped is None or mapped.size_bytes != size_bytes or len(access) != count:
-            raise _invalid()
+            raise invalid()
         for item in access:
             self._gpu(item.location.id)
             if item.location.type != 1 or item.flags not in (1, 3):
-                raise _invalid()
+                raise invalid()
             mapped.access = "rw" if item.flags == 3 else "r"
             mapped.accessors.add(item.location.id)
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if mapped.access == "rw" else 0)
-        _libc.mprotect(address, size_bytes, protection)
+        fake_addresses.protect(address, size_bytes, writable=mapped.access == "rw")
 
     def _cuPointerGetAttribute(self, attribute: int, address: int) -> int:  # noqa: N802
         mapped = self._mapping_at(address, 1)
         if attribute != 9 or mapped is None:
-            raise _invalid()
+            raise invalid()
         return mapped.memory.ordinal
 
     def _cuMemcpyHtoD(self, address: int, source: int, size_bytes: int) -> None:  # noqa: N802
@@ -353,7 +298,7 @@ class FakeCuda:
         self._ordinal()
         blocks, by, bz, threads, ty, tz, shared_bytes, _stream, addresses, extra = arguments
         if (by, bz, ty, tz, shared_bytes, extra) != (1, 1, 1, 1, 0, 0) or not 0 < threads <= 1024:
-            raise _invalid()
+            raise invalid()
         function(ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_void_p(addresses))
 
     # What the calls share.
@@ -392,23 +337,23 @@ class FakeCuda:
     def _check_properties(self, properties: Any) -> None:
         self._gpu(properties.location.id)
         if (properties.type, properties.location.type, properties.requestedHandleTypes) != (1, 1, 1):
-            raise _invalid()
+            raise invalid()
 
-    def _memory(self, handle: int) -> _Memory:
+    def _memory(self, handle: int) -> Memory:
         if handle not in self._handles:
-            raise _invalid()
+            raise invalid()
         return self._handles[handle]
 
-    def _new_handle(self, memory: _Memory) -> int:
+    def _new_handle(self, memory: Memory) -> int:
         self._next_handle += 1
         self._handles[self._next_handle] = memory
         return self._next_handle
 
-    def _forget(self, memory: _Memory) -> None:
+    def _forget(self, memory: Memory) -> None:
         if memory not in (*self._handles.values(), *(mapped.memory for mapped in self._mappings.values())):
             memory.close()
 
-    def _mapping_at(self, address: int, size_bytes: int) -> _Mapped | None:
+    def _mapping_at(self, address: int, size_bytes: int) -> Mapped | None:
         overlapping = (
             mapped
             for start, mapped in self._mappings.items()
@@ -431,18 +376,3 @@ class FakeCuda:
                     stat = entry.stat()
                     sizes[stat.st_ino] = stat.st_size
         return self.gpus[ordinal].total_bytes - sum(sizes.values())
-
-
-def _mmap(address: int, size_bytes: int, *, fd: int = -1) -> int:
-    """Map without any access: a memfd shared, or just the address space."""
-    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    result: int | None = _libc.mmap(address or None, size_bytes, 0, flags | (_MAP_FIXED if address else 0), fd, 0)
-    if result in (None, 2**64 - 1):
-        raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-    assert result is not None
-    return result
-
-
-def _munmap(address: int, size_bytes: int) -> None:
-    if size_bytes:
-        _libc.munmap(address, size_bytes)

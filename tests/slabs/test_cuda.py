@@ -12,7 +12,8 @@ from appliance.errors import ApplianceError, ConfigError, HostError, PeerError, 
 from appliance.slabs.cuda import CudaBackend
 from appliance.slabs.devices import backend
 from appliance.slabs.interface import LIMIT_SLABS, slab_bytes
-from tests.slabs.fake_driver import CUresult, FakeCuda, FakeGpu
+from tests.slabs.fake_driver import FakeCuda, FakeGpu
+from tests.slabs.fake_results import CUresult
 
 SIZE = 4 << 20
 UNRETURNED = {

@@ -14,7 +14,8 @@ from appliance.errors import ConfigError, HostError
 from appliance.slabs import cuda_driver
 from appliance.slabs.cuda_driver import CudaDevice, CudaError, compile_kernel, load_bindings, open_device
 from tests.slabs.driver_contract import DriverContract
-from tests.slabs.fake_driver import CUresult, FakeCuda, FakeGpu
+from tests.slabs.fake_driver import FakeCuda, FakeGpu
+from tests.slabs.fake_results import CUresult
 
 _RELEASE = "cuDevicePrimaryCtxRelease"
 FIRST, SECOND = (f"GPU-{uuid.UUID(int=number)}" for number in (0xA0, 0xB1))
