@@ -256,7 +256,11 @@ def _mapping_error(error: CudaError, gpu: CudaDevice, size_bytes: int) -> Applia
         return ResourceError(
             f"slab: cannot map {format_size(size_bytes)}, {_free(gpu)} on GPU {gpu.uuid} ({error.call})"
         )
-    if error.name in _NOT_A_SLAB:
+    # The driver does not know better either when it is asked what a stranger's descriptor is.
+    if error.name in _NOT_A_SLAB or (error.call, error.name) == (
+        "cuMemImportFromShareableHandle",
+        "CUDA_ERROR_UNKNOWN",
+    ):
         return PeerError(f"slab: no {format_size(size_bytes)} of memory of GPU {gpu.uuid} ({error})")
     return HostError(f"slab: GPU {gpu.uuid} cannot map it: {error}", hint="does nvidia-smi work?")
 

@@ -17,6 +17,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_OPERATING_SYSTEM = 304
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_UNKNOWN = 999
 
 
 class Refused(Exception):

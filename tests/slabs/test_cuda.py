@@ -231,6 +231,7 @@ def test_a_slab_that_cannot_be_made_says_who_must_act(
         (CUresult.CUDA_ERROR_INVALID_VALUE, PeerError),
         (CUresult.CUDA_ERROR_INVALID_DEVICE, PeerError),
         (CUresult.CUDA_ERROR_NOT_SUPPORTED, PeerError),
+        (CUresult.CUDA_ERROR_UNKNOWN, PeerError),
         (CUresult.CUDA_ERROR_DEINITIALIZED, HostError),
     ],
 )
