@@ -32,9 +32,8 @@ def digest_checkpoint(
     files = list_files(root)
     if not files:
         raise ConfigError(f"checkpoint {root} has no files")
-    hashed = digest_files(
-        root, [file.path for file in files], algorithm=algorithm, threads=threads, on_progress=on_progress
-    )
+    sizes_bytes = {file.path: file.size_bytes for file in files}
+    hashed = _hash(root, sizes_bytes, algorithm=algorithm, expected=None, threads=threads, on_progress=on_progress)
     return make_manifest(
         root.path.name,
         algorithm,
@@ -60,9 +59,7 @@ def digest_files(
     """
     stats = stat_files(root, paths)
     sizes_bytes = {path: found.size_bytes for path, found in present(root, stats).items()}
-    streams = make_streams(root, sizes_bytes, algorithm=algorithm, expected=expected, threads=threads)
-    run_streams(streams, threads=threads, on_progress=on_progress)
-    return {stream.path: stream.outcome for stream in streams if stream.outcome}
+    return _hash(root, sizes_bytes, algorithm=algorithm, expected=expected, threads=threads, on_progress=on_progress)
 
 
 def stat_files(root: CheckpointRoot, paths: Iterable[str]) -> dict[str, FileStat | None]:
@@ -79,6 +76,20 @@ def present(root: CheckpointRoot, stats: dict[str, FileStat | None]) -> dict[str
         if found is None:
             raise TrustError(f"checkpoint {root}: {path} is missing or is not a regular file")
     return {path: found for path, found in stats.items() if found is not None}
+
+
+def _hash(
+    root: CheckpointRoot,
+    sizes_bytes: Mapping[str, int],
+    *,
+    algorithm: Algorithm,
+    expected: Mapping[str, str] | None,
+    threads: int | None,
+    on_progress: OnProgress | None,
+) -> dict[str, Hashed]:
+    streams = make_streams(root, sizes_bytes, algorithm=algorithm, expected=expected, threads=threads)
+    run_streams(streams, threads=threads, on_progress=on_progress)
+    return {stream.path: stream.outcome for stream in streams if stream.outcome}
 
 
 def _stat(root: CheckpointRoot, path: str) -> FileStat | None:
