@@ -54,6 +54,16 @@ def test_a_released_handle_is_unknown() -> None:
     gpu.free(address, gpu.granularity_bytes)
 
 
+def test_a_mapping_is_unmapped_once() -> None:
+    # Not in the contract: driver 580 takes it without a word, and the fake makes it show.
+    fake = FakeCuda()
+    gpu = open_device(fake.gpus[0].uuid, bindings=fake)
+    address = gpu.reserve(gpu.granularity_bytes)
+    with pytest.raises(CudaError, match="cuMemUnmap"):
+        gpu.unmap(address, gpu.granularity_bytes)
+    gpu.free(address, gpu.granularity_bytes)
+
+
 def test_a_gpu_is_found_by_uuid_whatever_its_number() -> None:
     fake = FakeCuda([FakeGpu(FIRST), FakeGpu(SECOND)])
     assert [open_device(uuid, bindings=fake).ordinal for uuid in (SECOND, FIRST)] == [1, 0]
