@@ -5,11 +5,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import pytest
+
 from appliance import wire
-from appliance.client import KeeperClient
+from appliance.client import KeeperClient, RefusedError
 from appliance.fingerprint import Fingerprint
 from appliance.keeper.answers import Answers
 from appliance.keeper.custody import Custody
@@ -20,9 +23,11 @@ from appliance.keeper.settings import Slot
 from appliance.keeper.shard import Shard
 from appliance.keeper.status import status
 from appliance.notify import Notifier
-from tests.keeper.shards import TARGET, Donation, slots
+from appliance.verdict import Reason
+from tests.keeper.shards import TARGET, Donation, donation_of, fingerprint_of, slots
 
 WAIT_TIMEOUT_S = 20.0
+QUICK_S = 2.0  # on a busy machine; a blocked keeper takes ten times that, or for ever
 
 Result = TypeVar("Result")
 
@@ -179,3 +184,28 @@ def hear(channel: socket.socket) -> wire.Message | None:
         return None
     packet.close()
     return packet.message
+
+
+def attaches_quickly(serving: Serving) -> None:
+    """Attach as an engine does, and fail where that takes long."""
+    began = time.monotonic()
+    with serving.connect() as engine:
+        engine.describe(role="target", rank=0, wait_s=0).configs.close()
+        assert attach(engine, fingerprint_of(TARGET)) == 2
+    assert time.monotonic() - began < QUICK_S
+
+
+def give(serving: Serving, **changes: Any) -> None:
+    """Have a slot filled by a donor who goes away."""
+    with serving.connect() as donor:
+        offer(donor, rank=changes.get("rank", 0))
+        with closing(donation_of(**changes)) as donation:
+            donate(donor, donation)
+    serving.wait_until(lambda: not serving.holdings.leases)
+
+
+def refusal_of(act: Callable[[], object]) -> tuple[Reason | None, str]:
+    """Return the reason of a refusal, and its text."""
+    with pytest.raises(RefusedError) as caught:
+        act()
+    return caught.value.verdict.reason, str(caught.value)

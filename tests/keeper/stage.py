@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from appliance.client import KeeperClient
-from appliance.errors import ApplianceError
+from appliance.errors import EXIT_CONFIG, EXIT_TRUST, ApplianceError
 from appliance.fingerprint import Fingerprint
 from appliance.keeper.custody import Custody
 from appliance.keeper.keeper import Keeper
+from appliance.keeper.settings import Refusal
 from appliance.keeper.shard import Shard
 from appliance.notify import Named, Notifier
 from tests.keeper import loader
-from tests.keeper.shards import LAYOUT, PAGE, TARGET, record_of, settings_json
+from tests.keeper.shards import LAYOUT, OTHER_TARGET, PAGE, TARGET, record_of, settings_json, shard_of
 from tests.service_manager import ServiceManager
 
 PYTHON = sys.executable
 TIMEOUT_S = 20.0
+BAD_SIGNATURE = Refusal("model.sig: not signed by a trusted key", EXIT_TRUST)
+CORRUPT = Refusal("model.safetensors differs from its digest", EXIT_TRUST)
 
 _CHILD = """#!{python} -IS
 import sys
@@ -178,3 +181,26 @@ def stored(manager: ServiceManager, *shards: Shard, settings: dict[str, Any] | N
     notifier.barrier()
     notifier.close()
     return manager.handed_over()
+
+
+def given_back(stage: Stage, manager: ServiceManager, given: str) -> list[Named]:
+    """Return what the service manager hands over: nothing, the same weights, another's, or a part of the same."""
+    target, ranks = {
+        "nothing": (TARGET, ()),
+        "the same": (TARGET, (0, 1)),
+        "another": (OTHER_TARGET, (0, 1)),
+        "a part": (TARGET, (0,)),
+    }[given]
+    settings = stage.settings(target=target) if ranks else None
+    return stored(manager, *(shard_of(target, rank=rank) for rank in ranks), settings=settings)
+
+
+def set_up(stage: Stage, checkpoint: str, loader: str) -> None:
+    """Have the checkpoint be fine, refused, corrupt or behind a broken manifest; and the loader as its word says."""
+    if checkpoint == "refused":
+        stage.will_obtain(refusal=BAD_SIGNATURE)
+    elif checkpoint == "broken manifest":
+        stage.will_obtain(status=EXIT_CONFIG)
+    elif checkpoint == "corrupt":
+        stage.will_verify(refusal=CORRUPT)
+    stage.will_load(*{"works": (), "fails once": (1,), "refuses": (EXIT_TRUST,)}[loader])

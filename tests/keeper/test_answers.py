@@ -22,12 +22,6 @@ from tests.service_manager import ServiceManager
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[ServiceManager]:
-    with ServiceManager(tmp_path) as manager:
-        yield manager
-
-
-@pytest.fixture
 def serving(tmp_path: Path, manager: ServiceManager) -> Iterator[Serving]:
     """Serve two slots, of rank 0 and 1."""
     with Serving(tmp_path, environ=manager.environ | {"FDSTORE": "40"}, layout=slots(2)) as serving:

@@ -3,7 +3,6 @@
 import os
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from appliance.notify import Named, Notifier
 from tests.descriptors import room_for
 from tests.keeper.shards import OTHER_TARGET, TARGET, shard_of
 from tests.service_manager import ServiceManager, replayed
-
-
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[ServiceManager]:
-    with ServiceManager(tmp_path) as manager:
-        yield manager
 
 
 class Life:

@@ -17,7 +17,7 @@ from appliance.fingerprint import Fingerprint
 from appliance.keeper.holdings import State
 from appliance.verdict import Reason
 from tests.descriptors import count_descriptors, room_for
-from tests.keeper.serving import Serving, attach, donate, offer, say
+from tests.keeper.serving import Serving, attach, donate, give, offer, refusal_of, say
 from tests.keeper.shards import (
     OTHER_TARGET,
     PAGE,
@@ -45,21 +45,6 @@ def serving(tmp_path: Path, manager: ServiceManager) -> Iterator[Serving]:
     environ = manager.environ | {"FDSTORE": str(STORE_LIMIT)}
     with Serving(tmp_path, environ=environ, layout=slots(2)) as serving:
         yield serving
-
-
-def refusal_of(act: Callable[[], object]) -> tuple[Reason | None, str]:
-    with pytest.raises(RefusedError) as caught:
-        act()
-    return caught.value.verdict.reason, str(caught.value)
-
-
-def give(serving: Serving, **changes: Any) -> None:
-    """Have a slot filled by a donor who goes away."""
-    with serving.connect() as donor:
-        offer(donor, rank=changes.get("rank", 0))
-        with closing(donation_of(**changes)) as donation:
-            donate(donor, donation)
-    serving.wait_until(lambda: not serving.holdings.leases)
 
 
 def changed(**changes: Any) -> Callable[[], Donation]:
@@ -91,7 +76,11 @@ def one_slab_twice() -> Donation:
 
 
 BAD = Reason.BAD_DONATION
+
+
 TARGET_DIFFERS = Reason.TARGET_DIFFERS
+
+
 REFUSED: dict[str, tuple[Callable[[], Donation], Reason, str]] = {
     "a slab that can still be written": (
         with_part("slab", lambda: unsealed(b"\2" * PAGE)),
@@ -276,65 +265,12 @@ def test_two_donors_of_one_shard_id_at_once_do_not_mix(serving: Serving, manager
     assert len(manager.names()) == 4
 
 
-def test_a_filled_slot_is_offered_only_for_replacement(serving: Serving) -> None:
-    give(serving)
-    with serving.connect() as donor:
-        assert refusal_of(lambda: offer(donor))[0] is Reason.OCCUPIED
-        offer(donor, replace=True)
-        assert serving.holdings.shard(("target", 0)) is None
-
-
-def test_what_is_leased_is_not_replaced(serving: Serving) -> None:
-    give(serving)
-    with serving.connect() as engine, serving.connect() as donor:
-        attach(engine, fingerprint_of(TARGET))
-        reason, message = refusal_of(lambda: offer(donor, replace=True))
-        assert reason is Reason.LEASED
-        assert "in use by engine" in message
-        assert attach(engine, fingerprint_of(TARGET)) == 2
-
-
-def test_what_is_replaced_is_gone_from_the_store_when_the_grant_comes(
-    serving: Serving, manager: ServiceManager
-) -> None:
-    give(serving)
-    with serving.connect() as donor:
-        offer(donor, replace=True)
-        assert manager.names() == []
-
-
-def test_an_offer_of_other_weights_is_refused_by_naming_what_differs(serving: Serving) -> None:
-    with serving.connect() as donor:
-        reason, message = refusal_of(lambda: offer(donor, target=OTHER_TARGET))
-        assert reason is Reason.TARGET_DIFFERS
-        assert f"root_digest: wanted {'b' * 64}, held {'a' * 64}" in message
-
-
-def test_nothing_is_offered_to_a_keeper_that_may_not_take_anything(serving: Serving) -> None:
-    serving.target = None
-    with serving.connect() as donor:
-        assert refusal_of(lambda: offer(donor))[0] is Reason.NOT_RESIDENT
-        serving.call(lambda: setattr(serving.holdings, "refusal", "bad signature"))
-        assert refusal_of(lambda: offer(donor)) == (
-            Reason.CHECKPOINT_REFUSED,
-            "refused (checkpoint_refused) bad signature",
-        )
-
-
 def test_a_donation_granted_before_the_target_was_withdrawn_is_refused(serving: Serving) -> None:
     with serving.connect() as donor:
         offer(donor)
         serving.target = None
         with closing(donation_of()) as donation:
             assert refusal_of(lambda: donate(donor, donation))[0] is Reason.TARGET_DIFFERS
-
-
-def test_offering_again_over_the_same_connection_keeps_the_grant(serving: Serving) -> None:
-    with serving.connect() as donor:
-        offer(donor)
-        offer(donor)
-        with closing(donation_of()) as donation:
-            donate(donor, donation)
 
 
 def test_a_shard_too_large_for_the_store_is_refused_and_not_half_stored(
@@ -406,19 +342,3 @@ def test_a_donor_keeps_a_lease_of_what_it_gave(serving: Serving) -> None:
     shard = serving.holdings.shard(("target", 0))
     assert shard is not None
     assert not shard.held.closed
-
-
-def test_progress_of_somebody_who_fills_nothing_is_ignored(serving: Serving) -> None:
-    with serving.connect() as client:
-        client.progress("100 %")
-        assert client.status()["progress"] == ""
-
-
-def test_progress_is_one_printable_line(serving: Serving) -> None:
-    with serving.connect() as donor:
-        offer(donor)
-        donor.progress("\x1b[2Jreading\n3 of 8" + "x" * 500)
-        progress = donor.status()["progress"]
-        assert progress.isprintable()
-        assert progress.startswith("reading")
-        assert len(progress) < 300

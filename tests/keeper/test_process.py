@@ -7,7 +7,6 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -44,12 +43,6 @@ KEPT_OUT = (
 )
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's part can only be played by root")
-
-
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[ServiceManager]:
-    with ServiceManager(tmp_path) as manager:
-        yield manager
 
 
 @pytest.fixture

@@ -4,10 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,44 +18,11 @@ from appliance.keeper.answers import Answers
 from appliance.keeper.connection import Connection
 from appliance.keeper.holdings import Holdings
 from appliance.verdict import Reason
-from tests.descriptors import count_descriptors, room_for
+from tests.descriptors import count_descriptors
 from tests.keeper.clients import ClientProcess
-from tests.keeper.serving import Serving, attach, hear, offer, say
+from tests.keeper.serving import Serving, attach, attaches_quickly, hear, offer, say
 from tests.keeper.shards import TARGET, fingerprint_of, shard_of
 from tests.messages import EVERY_MESSAGE, messages
-from tests.service_manager import ServiceManager
-
-NOBODY = 65534
-QUICK_S = 2.0  # on a busy machine; a blocked keeper takes ten times that, or for ever
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's part can only be played by root")
-
-
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[ServiceManager]:
-    with ServiceManager(tmp_path) as manager:
-        yield manager
-
-
-@pytest.fixture
-def serving(tmp_path: Path, manager: ServiceManager) -> Iterator[Serving]:
-    with Serving(tmp_path, environ=manager.environ) as serving:
-        yield serving
-
-
-@pytest.fixture
-def resident(serving: Serving) -> Serving:
-    serving.put(shard_of())
-    return serving
-
-
-def attaches_quickly(serving: Serving) -> None:
-    began = time.monotonic()
-    with serving.connect() as engine:
-        engine.describe(role="target", rank=0, wait_s=0).configs.close()
-        assert attach(engine, fingerprint_of(TARGET)) == 2
-    assert time.monotonic() - began < QUICK_S
-
 
 GARBAGE = {
     "nothing JSON": (b"{", 0),
@@ -124,6 +88,8 @@ _USUAL: dict[str, st.SearchStrategy[Any]] = {
     "verdict": st.sampled_from(["hit", "donated", "refused"]),
     "reason": st.sampled_from(["file_differs", "because"]),
 }
+
+
 _SAID = st.sampled_from(EVERY_MESSAGE).flatmap(lambda kind: messages(kind, **_USUAL))
 
 
@@ -253,168 +219,3 @@ def test_beyond_the_most_connections_newcomers_are_told_so(resident: Serving, mo
         with resident.connect() as newcomer, pytest.raises(RefusedError) as caught:
             newcomer.status()
         assert caught.value.verdict.reason is Reason.BUSY
-
-
-@pytest.mark.parametrize("steps", [("attach",), ("describe", "attach")], ids=" ".join)
-def test_the_lease_of_a_killed_client_ends(resident: Serving, steps: tuple[str, ...]) -> None:
-    with ClientProcess(resident.path, *steps) as client:
-        for step in steps:
-            client.wait_for(step)
-        resident.wait_until(lambda: [lease.pid for lease in resident.holdings.leases] == [client.pid])
-        client.kill()
-        resident.wait_until(lambda: not resident.holdings.leases)
-    attaches_quickly(resident)
-
-
-def test_a_client_killed_after_it_was_described_leaves_nothing(resident: Serving) -> None:
-    before = count_descriptors()
-    with ClientProcess(resident.path, "describe") as client:
-        client.wait_for("describe")
-    with resident.connect() as other:
-        other.status()
-    resident.wait_until(lambda: not resident.holdings.leases)
-    assert count_descriptors() <= before + 1
-
-
-def test_a_client_killed_while_it_waits_leaves_nothing(serving: Serving) -> None:
-    with ClientProcess(serving.path, "wait") as client:
-        client.wait_for("wait")
-        client.kill()
-        with serving.connect() as other:
-            assert other.status()["state"] == "empty"
-    serving.put(shard_of())
-    attaches_quickly(serving)
-
-
-def test_a_donor_killed_between_offer_and_donation_frees_the_slot(serving: Serving) -> None:
-    with ClientProcess(serving.path, "offer") as donor:
-        donor.wait_for("offer")
-        serving.wait_until(lambda: serving.holdings.donor(("target", 0)) is not None)
-        with serving.connect() as other, pytest.raises(RefusedError, match="another process is loading"):
-            offer(other)
-        donor.kill()
-        serving.wait_until(lambda: serving.holdings.donor(("target", 0)) is None)
-        with serving.connect() as other:
-            offer(other)
-
-
-def test_a_donor_killed_while_its_donation_is_stored_has_given_it(serving: Serving, manager: ServiceManager) -> None:
-    with ClientProcess(serving.path, "offer", "give") as donor:
-        donor.wait_for("offer")
-        manager.pause()
-        donor.wait_for("give")
-        serving.wait_for_storing()
-        donor.kill()
-        manager.go_on()
-        serving.wait_until(lambda: not serving.holdings.missing and not serving.holdings.leases)
-    assert len(manager.names()) == 4
-    attaches_quickly(serving)
-
-
-def test_a_donor_that_hangs_does_not_keep_others_from_being_answered(serving: Serving) -> None:
-    with ClientProcess(serving.path, "offer") as donor:
-        donor.wait_for("offer")
-        donor.stop()
-        with serving.connect() as other:
-            assert other.status()["state"] == "loading"
-
-
-def test_a_service_manager_that_hangs_does_not_keep_others_from_being_answered(
-    resident: Serving, manager: ServiceManager
-) -> None:
-    manager.pause()
-    with ClientProcess(resident.path, "evict") as owner:
-        with resident.connect() as other:
-            began = time.monotonic()
-            while other.status()["shards"]:
-                assert time.monotonic() - began < QUICK_S * 5
-            for _ in range(3):
-                other.status()
-        manager.go_on()
-        owner.wait_for("evict")
-
-
-def test_a_thousand_attachments_leave_no_descriptor(resident: Serving) -> None:
-    before = count_descriptors()
-    for _ in range(1000):
-        with resident.connect() as engine:
-            engine.describe(role="target", rank=0, wait_s=0).configs.close()
-            attach(engine, fingerprint_of(TARGET))
-    resident.wait_until(lambda: not resident.holdings.leases)
-    assert count_descriptors() <= before + 1
-
-
-def test_a_thousand_refusals_leave_no_descriptor(resident: Serving) -> None:
-    before = count_descriptors()
-    with memfd.sealed("gift", [b"gift"]) as gift:
-        for _ in range(1000):
-            with resident.raw() as channel:
-                assert isinstance(say(channel, wire.encode(wire.Status()), [gift.fileno()]), wire.Refused)
-                assert hear(channel) is None
-    assert count_descriptors() <= before + 1
-
-
-def test_out_of_descriptors_those_who_are_connected_go_on_and_others_come_later(
-    resident: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(server, "ACCEPT_RETRY_S", 0.05)
-    with resident.connect() as connected, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late:
-        connected.status()
-        late.settimeout(20)
-        with room_for(0):  # the keeper is in this process
-            late.connect(str(resident.path))
-            for _ in range(3):
-                assert connected.status()["state"] == "resident"
-        assert isinstance(say(late, wire.encode(wire.Status())), wire.StatusReply)
-    assert "cannot accept clients: Too many open files" in capsys.readouterr().err
-
-
-@as_root
-def test_another_user_is_refused_with_a_reason(open_folder: Path) -> None:
-    with Serving(open_folder) as serving:
-        serving.put(shard_of())
-        serving.path.chmod(0o666)  # so that the keeper has to look who it is
-        with ClientProcess(serving.path, "attach", uid=NOBODY, gid=NOBODY) as other:
-            assert other.line() == (
-                f"refused not_permitted user {NOBODY} is neither the keeper's user nor in its group"
-            )
-        attaches_quickly(serving)
-
-
-@as_root
-def test_another_user_cannot_even_connect(open_folder: Path) -> None:
-    with Serving(open_folder) as serving, ClientProcess(serving.path, "status", uid=NOBODY, gid=NOBODY) as other:
-        assert other.line().startswith("failed ConfigError")
-
-
-@as_root
-def test_a_member_of_the_group_attaches_and_neither_donates_nor_evicts(open_folder: Path) -> None:
-    with Serving(open_folder, gid=NOBODY) as serving:
-        serving.put(shard_of())
-        steps = ("describe", "attach", "offer", "donate", "evict", "checkpoint", "status")
-        with ClientProcess(serving.path, *steps, uid=NOBODY, gid=NOBODY) as member:
-            member.wait_for("describe")
-            member.wait_for("attach")
-            assert member.line() == f"refused not_permitted user {NOBODY} may attach, but not fill a slot"
-            assert member.line() == "refused bad_donation nobody granted this client to fill a slot"
-            assert member.line() == f"refused not_permitted user {NOBODY} may attach, but not evict"
-            assert member.line() == f"refused not_permitted user {NOBODY} may attach, but not say what is on disk"
-            member.wait_for("status")
-        assert serving.holdings.missing == []
-
-
-def test_stopping_ends_every_conversation(tmp_path: Path) -> None:
-    serving = Serving(tmp_path)
-    serving.put(shard_of())
-    with contextlib.ExitStack() as stack:
-        idle = stack.enter_context(serving.raw())
-        leased = stack.enter_context(serving.connect())
-        attach(leased, fingerprint_of(TARGET))
-        waiting = stack.enter_context(serving.raw())
-        serving.call(lambda: serving.holdings.take(("target", 0))).close()  # type: ignore[union-attr]
-        waiting.send(wire.encode(wire.Describe(role="target", rank=0, wait_s=600)))
-        began = time.monotonic()
-        serving.close()
-        assert time.monotonic() - began < QUICK_S
-        assert hear(idle) is None
-        leased.wait_for_hangup()
