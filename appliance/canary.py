@@ -30,12 +30,11 @@ class CanaryRecord:
         """Return the recorded tokens; None where there are none yet. HostError for a record that cannot be read."""
         try:
             with self.path.open("rb") as file:
-                tokens = json.loads(file.read(MAX_RECORD_BYTES))["token_ids"]
+                return tuple(map(int, json.loads(file.read(MAX_RECORD_BYTES))["token_ids"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise HostError(f"canary record {self.path} cannot be read", hint="delete it, and look at why") from error
-        return tuple(map(int, tokens))
 
     def save(self, token_ids: Sequence[int]) -> None:
         """Record the tokens of the first verified load."""

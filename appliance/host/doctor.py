@@ -1,5 +1,7 @@
 """`appliance doctor`: what this host lacks to keep weights resident, each finding with its fix. Changes nothing."""
 
+import os
+import pwd
 import re
 import resource
 import shutil
@@ -25,6 +27,7 @@ OLDEST_VERSION = 252
 QUADLET_VERSION = (4, 4)
 QUADLET_DROP_IN_VERSION = (5, 0)
 WANTED_FILES = 4096
+USER = "appliance"  # whom units run as
 # A build date says that a clock before it is wrong, whatever a time server thinks.
 EARLIEST_CLOCK = 1_764_000_000.0
 SLOW_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse", "ceph", "9p", "virtiofs", "fuse.sshfs"})
@@ -83,8 +86,8 @@ def _systemd() -> Iterator[Finding]:
     elif version < STORE_PRESERVE_VERSION:
         yield Finding(
             Level.NOTE,
-            f"systemd {version}: weights survive crashes and restarts of their keeper, but it cannot say how many "
-            "descriptors the store takes, and a restart that failed too often drops them",
+            f"systemd {version}: weights survive crashes and restarts of their keeper, but it does not tell how many "
+            "descriptors it keeps, and restarts what keeps dying without slowing down",
             f"upgrade to {STORE_PRESERVE_VERSION} or later",
         )
     else:
@@ -110,7 +113,7 @@ def _clock() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     if not inventory.gpus():
-        yield Finding(Level.NOTE, "no NVIDIA GPU: weights are kept in host memory")
+        yield Finding(Level.NOTE, "no NVIDIA GPU: weights are kept in host memory", "install the driver, for GPUs")
         return
     try:
         states = gpus.gpu_states()
@@ -136,7 +139,7 @@ def _podman() -> Iterator[Finding]:
     try:
         said = run(["podman", "--version"], timeout_s=20).stdout
     except ApplianceError as error:
-        yield Finding(Level.FAIL, f"Podman: {error.message}")
+        yield Finding(Level.FAIL, f"Podman: {error.message}", "reinstall it, or remove it")
         return
     found = re.search(r"(\d+)\.(\d+)", said)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -163,7 +166,7 @@ def _keys(manifest: Manifest) -> Iterator[Finding]:
         names = ", ".join(key.name for key in Keyring.load(manifest.trust.keys).keys)
         yield Finding(Level.OK, f"trusted keys: {names}")
     except ApplianceError as error:
-        yield Finding(Level.FAIL, error.message, error.hint or "")
+        yield Finding(Level.FAIL, error.message, error.hint or "put the signer's public key where trust.keys says")
 
 
 def _checkpoints(manifest: Manifest) -> Iterator[Finding]:
@@ -173,6 +176,9 @@ def _checkpoints(manifest: Manifest) -> Iterator[Finding]:
         if not path.is_dir():
             yield Finding(Level.FAIL, f"{name}: checkpoint {path} is not there", "mount or copy it")
             continue
+        if (unreadable := _unreadable(path)) is not None:
+            yield Finding(Level.FAIL, f"{name}: user {USER} cannot read {unreadable}", f"chmod --recursive o+rX {path}")
+            continue
         kind = next((kind for point, kind in mounts if path.resolve().is_relative_to(point)), "?")
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         text = f"{name}: checkpoint {path}: {format_size(size)} on {kind}"
@@ -180,6 +186,29 @@ def _checkpoints(manifest: Manifest) -> Iterator[Finding]:
             yield Finding(Level.NOTE, text, "a remote file system: use `verify: signature` where a stat is slow")
         else:
             yield Finding(Level.OK, text)
+
+
+def _unreadable(checkpoint: Path) -> Path | None:
+    """Return what the keeper's user may not read, the first there is; None also where we cannot tell."""
+    try:
+        user = pwd.getpwnam(USER)
+    except KeyError:
+        return None
+    groups = set(os.getgrouplist(USER, user.pw_gid))
+
+    def bits(path: Path) -> int:
+        found = path.stat()
+        shift = 6 if found.st_uid == user.pw_uid else 3 if found.st_gid in groups else 0
+        return found.st_mode >> shift
+
+    try:
+        folder = checkpoint.resolve()
+        for path in (*reversed(folder.parents), folder):
+            if not bits(path) & 0o1:
+                return path
+        return next((path for path in sorted(folder.rglob("*")) if not bits(path) & 0o4), None)
+    except OSError:
+        return None
 
 
 def _sockets(manifest: Manifest) -> Iterator[Finding]:

@@ -1,0 +1,442 @@
+"""The appliance on a real systemd, installed from this checkout: every event of the table, with requests under way."""
+
+import json
+import random
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.engine.checkpoints import make_checkpoint, quiet
+from tests.host import installed as installing
+from tests.host.installed import HEALTH_PORT, MANIFEST, MODEL, OTHER_PORT, PORT, Host
+from tests.host.root import RELEASES, Kind
+from tests.host.stream import PROMPT, TOKENS, Stream, ask
+
+WEIGHTS, ENGINE = f"weights@{MODEL}.service", f"engine@{MODEL}.service"
+OTHER = "other"
+BASE: dict[str, Any] = {
+    MODEL: {
+        "checkpoint": f"/srv/models/{MODEL}",
+        "engine": {"port": PORT, "threads": 1},
+        "health": {"port": HEALTH_PORT},
+    }
+}
+SECOND = {"checkpoint": f"/srv/models/{OTHER}", "engine": {"port": OTHER_PORT, "threads": 1}}
+MOST_EXPOSED = 4.0
+KILLS = 20
+
+# Building the root, installing torch: the first test of each host takes minutes.
+pytestmark = [pytest.mark.host, pytest.mark.timeout(1800)]
+
+
+class Checkpoints:
+    """Two checkpoints of the same shapes that answer differently, and what each answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.first = make_checkpoint(folder / "first")
+        self.second = folder / "second"
+        shutil.copytree(self.first, self.second)
+        _stir(next(self.second.glob("*.safetensors")))
+        self.answers = {path: _greedy(path) for path in (self.first, self.second)}
+        assert len(set(self.answers.values())) == 2
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    kind: Kind = request.param
+    return kind
+
+
+@pytest.fixture(scope="module")
+def installed(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    with installing.installed(kind, tmp_path_factory.mktemp("keys")) as host:
+        yield host
+
+
+@pytest.fixture
+def host(installed: Host, checkpoints: Checkpoints) -> Host:
+    """A host that serves the first checkpoint, whatever the test before it has done."""
+    if not _serves(installed, checkpoints):
+        installed.machine.systemctl("stop", "weights@*", "engine@*", "checkpoint@*", check=False)
+        installed.put_checkpoint(checkpoints.first)
+        installed.put_manifest(BASE)
+        installed.apply()
+        installed.machine.systemctl("reset-failed", check=False)
+        installed.machine.systemctl("start", "appliance.target", WEIGHTS, ENGINE, timeout_s=120)
+        assert _serves(installed, checkpoints)
+    return installed
+
+
+def test_units_are_sound_and_shut_in(host: Host, kind: Kind) -> None:
+    units = [WEIGHTS, ENGINE, *(f"checkpoint@{MODEL}.{suffix}" for suffix in ("service", "path", "timer"))]
+    verified = host.machine.run(["systemd-analyze", "verify", *units, "appliance.target"])
+    assert verified.stderr + verified.stdout == ""
+    for unit in (WEIGHTS, ENGINE, f"checkpoint@{MODEL}.service"):
+        last = host.machine.run(["systemd-analyze", "security", "--no-pager", unit]).stdout.splitlines()[-1]
+        print(f"{kind}: {last}")
+        assert float(last.split(":")[1].split()[0]) <= MOST_EXPOSED
+
+
+def test_no_process_is_root_and_only_the_group_may_enter(host: Host) -> None:
+    for unit in (WEIGHTS, ENGINE):
+        assert host.machine.run(["stat", "--format=%U", f"/proc/{host.pid(unit)}"]).stdout == "appliance\n"
+    socket = host.machine.run(["stat", "--format=%A %U %G", f"/run/appliance/{MODEL}/keeper.sock"]).stdout
+    assert socket == "srw-rw---- appliance appliance\n"
+    assert host.machine.run(["stat", "--format=%A", f"/run/appliance/{MODEL}"]).stdout == "drwxr-x---\n"
+
+
+def test_a_restarted_engine_attaches_and_the_weights_stay(host: Host, checkpoints: Checkpoints) -> None:
+    shards, keeper, held = host.shard_ids(), host.pid(WEIGHTS), host.held_bytes()
+    with Stream(PORT, MODEL) as stream:
+        host.machine.systemctl("restart", ENGINE, timeout_s=120)
+        _answers(host, stream, checkpoints.answers[checkpoints.first])
+    print(dict(stream.outcomes))
+    assert _health()["verdict"] == "hit"
+    assert (host.shard_ids(), host.pid(WEIGHTS), host.held_bytes()) == (shards, keeper, held)
+    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
+    assert stream.outcomes["failed"] == 0
+
+
+def test_an_engine_that_dies_is_back_and_attached(host: Host, checkpoints: Checkpoints) -> None:
+    shards, before = host.shard_ids(), host.pid(ENGINE)
+    with Stream(PORT, MODEL) as stream:
+        host.machine.systemctl("kill", "--signal=KILL", ENGINE)
+        _is_back(host, ENGINE, before)
+        _answers(host, stream, checkpoints.answers[checkpoints.first])
+    assert _health()["verdict"] == "hit" and host.shard_ids() == shards
+    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [("kill", "--signal=KILL", WEIGHTS), ("restart", WEIGHTS), ("daemon-reload",), ("daemon-reexec",)],
+    ids=lambda event: event[0],
+)
+def test_a_keeper_comes_and_goes_and_nobody_notices(host: Host, checkpoints: Checkpoints, event: tuple[str]) -> None:
+    shards, keeper, engine, held = host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE), host.held_bytes()
+    with Stream(PORT, MODEL) as stream:
+        host.machine.systemctl(*event)
+        if WEIGHTS in event:
+            _is_back(host, WEIGHTS, keeper)
+        host.machine.wait_for(lambda: bool(_health()["leased"]), what="the lease is renewed")
+        _answers(host, stream, checkpoints.answers[checkpoints.first])
+    assert (host.shard_ids(), host.pid(ENGINE), host.held_bytes()) == (shards, engine, held)
+    assert set(stream.outcomes) == {"answered"}
+    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
+
+
+def test_a_keeper_killed_many_times_also_while_an_engine_attaches_loses_nothing(
+    host: Host, checkpoints: Checkpoints, kind: Kind
+) -> None:
+    shards, held = host.shard_ids(), host.held_bytes()
+    chance = random.Random(7)
+    with Stream(PORT, MODEL) as stream:
+        for number in range(KILLS):
+            if number == KILLS // 2:
+                host.machine.systemctl("restart", "--no-block", ENGINE)
+            # At any moment of its start, too.
+            time.sleep(chance.uniform(0, 0.6))
+            host.machine.systemctl("kill", "--signal=KILL", WEIGHTS, check=False)
+        host.wait_for_state(WEIGHTS)
+        host.wait_for_state(ENGINE)
+        _answers(host, stream, checkpoints.answers[checkpoints.first])
+    assert host.shard_ids() == shards and host.held_bytes() == held
+    assert _health()["verdict"] == "hit"
+    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
+
+
+@pytest.mark.parametrize("event", ["kill the loader", "kill the keeper", "daemon-reexec"])
+def test_a_load_that_is_disturbed_ends_with_the_weights_once(host: Host, checkpoints: Checkpoints, event: str) -> None:
+    held = host.held_bytes()
+    host.machine.systemctl("stop", WEIGHTS, timeout_s=120)
+    assert host.held_bytes() == 0
+    host.machine.systemctl("start", "--no-block", WEIGHTS, ENGINE)
+    host.machine.wait_for(lambda: bool(_loader(host)), what="the loader runs")
+    if event == "daemon-reexec":
+        host.machine.systemctl("daemon-reexec")
+    else:
+        victim = _loader(host)[0] if event == "kill the loader" else str(host.pid(WEIGHTS))
+        host.machine.run(["kill", "-KILL", victim])
+    host.wait_for_state(WEIGHTS)
+    host.wait_for_state(ENGINE)
+    assert host.held_bytes() == held and len(host.shard_ids()) == 1
+    assert ask(PORT, MODEL) == checkpoints.answers[checkpoints.first]
+
+
+def test_a_new_checkpoint_is_noticed_verified_and_served(host: Host, checkpoints: Checkpoints) -> None:
+    held, first, second = host.held_bytes(), *checkpoints.answers.values()
+    with Stream(PORT, MODEL) as stream:
+        host.put_checkpoint(checkpoints.second)
+        host.machine.wait_for(lambda: stream.last == second, what="the new one answers", timeout_s=180)
+        host.wait_for_state(f"checkpoint@{MODEL}.service", "inactive")
+        _answers(host, stream, second)
+    assert set(stream.answers) == {first, second} and stream.answers == sorted(
+        stream.answers, key=[first, second].index
+    )
+    assert stream.outcomes["failed"] == 0
+    assert host.held_bytes() == held and len(host.shard_ids()) == 1
+    assert _health()["verdict"] == "hit"
+
+
+def test_a_corrupt_checkpoint_is_refused_by_name_and_the_old_one_goes_on(host: Host, checkpoints: Checkpoints) -> None:
+    shards, keeper, engine = host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE)
+    with Stream(PORT, MODEL) as stream:
+        host.put_checkpoint(checkpoints.second)
+        file = f"/srv/models/{MODEL}/model.safetensors"
+        host.machine.run(["dd", "if=/dev/zero", f"of={file}", "bs=1", "seek=9000", "count=64", "conv=notrunc"])
+        host.machine.wait_for(lambda: bool(host.status()["refused"]), what="it is refused", timeout_s=180)
+        said = host.machine.show(WEIGHTS, "StatusText")["StatusText"], host.status()["trouble"]
+        assert all("model.safetensors" in text for text in said), said
+        assert "model.safetensors" in host.appliance("status").stdout
+        _answers(host, stream, checkpoints.answers[checkpoints.first])
+    assert (host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE)) == (shards, keeper, engine)
+    assert set(stream.outcomes) == {"answered"}
+    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
+    assert 'appliance_checkpoint_refused{model="m"} 1.0' in _metrics()
+    # Once is enough, however often it is looked at.
+    host.machine.wait_for(lambda: host.state(f"checkpoint@{MODEL}.service") == "inactive" or _failed(host), what="done")
+    found = _journal(host, "VERDICT=refused", "REASON=checkpoint_refused")
+    assert found and all(entry["MODEL"] == MODEL for entry in found)
+    assert any(entry.get("ROOT_DIGEST") == _health()["root_digest"] for entry in found)
+    assert all("\n" not in entry["MESSAGE"] for entry in found)
+
+    # The old files are back: nothing restarts, and nothing is refused any more.
+    host.put_checkpoint(checkpoints.first)
+    host.machine.wait_for(lambda: not host.status()["refused"], what="it is no longer refused", timeout_s=180)
+    assert (host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE)) == (shards, keeper, engine)
+
+
+def test_a_checkpoint_that_is_being_copied_is_not_taken_for_a_broken_one(host: Host, checkpoints: Checkpoints) -> None:
+    second = checkpoints.answers[checkpoints.second]
+    place = f"/srv/models/{MODEL}"
+    host.put_checkpoint(checkpoints.second, "arriving")
+    since = host.machine.run(["date", "+%s"]).stdout.strip()
+    with Stream(PORT, MODEL) as stream:
+        host.machine.run(["cp", "/srv/models/arriving/model.sig", f"{place}/model.sig"])
+        for _ in range(8):
+            host.machine.run(["touch", f"{place}/.model.safetensors.partial"])
+            time.sleep(1)  # what a slow copy is like
+        host.machine.run(["rm", f"{place}/.model.safetensors.partial"])
+        host.machine.run(["cp", "/srv/models/arriving/model.safetensors", f"{place}/model.safetensors"])
+        host.machine.wait_for(lambda: stream.last == second, what="the new one answers", timeout_s=180)
+    assert set(stream.answers) == set(checkpoints.answers.values())
+    assert _journal(host, "VERDICT=refused", f"--since=@{since}") == []
+
+
+def test_stopped_weights_are_freed_their_engine_first_and_stay_stopped(host: Host) -> None:
+    host.machine.systemctl("stop", WEIGHTS, timeout_s=120)
+    assert (host.state(WEIGHTS), host.state(ENGINE), host.held_bytes()) == ("inactive", "inactive", 0)
+    order = ("ActiveExitTimestampMonotonic", "InactiveEnterTimestampMonotonic")
+    engine, weights = (host.machine.show(unit, *order) for unit in (ENGINE, WEIGHTS))
+    assert int(engine[order[1]]) <= int(weights[order[1]])
+    # Nothing that watches starts them again.
+    for suffix in ("path", "timer", "service"):
+        assert host.state(f"checkpoint@{MODEL}.{suffix}") == "inactive"
+    host.machine.systemctl("start", WEIGHTS, timeout_s=120)
+    for suffix in ("path", "timer"):
+        assert host.state(f"checkpoint@{MODEL}.{suffix}") == "active"
+
+
+def test_the_target_stops_and_starts_everything(host: Host, checkpoints: Checkpoints) -> None:
+    host.machine.systemctl("stop", "appliance.target", timeout_s=120)
+    host.wait_for_state(WEIGHTS, "inactive")
+    assert (host.state(ENGINE), host.held_bytes()) == ("inactive", 0)
+    host.machine.systemctl("start", "appliance.target", timeout_s=120)
+    host.wait_for_state(ENGINE)
+    assert ask(PORT, MODEL) == checkpoints.answers[checkpoints.first]
+
+
+def test_a_moved_port_restarts_the_engine_and_nothing_else(host: Host, checkpoints: Checkpoints) -> None:
+    shards, keeper, engine = host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE)
+    host.put_manifest({MODEL: BASE[MODEL] | {"engine": {"port": OTHER_PORT, "threads": 1}}})
+    assert host.appliance("plan", "--check", check=False).returncode == 1
+    planned = host.appliance("plan").stdout
+    assert f"restart {ENGINE}: engine.port: {PORT} -> {OTHER_PORT}" in planned and f"restart {WEIGHTS}" not in planned
+    assert host.pid(ENGINE) == engine, "a plan changes nothing"
+    host.apply()
+    assert host.appliance("plan", "--check").returncode == 0
+    assert ask(OTHER_PORT, MODEL) == checkpoints.answers[checkpoints.first]
+    assert (host.shard_ids(), host.pid(WEIGHTS)) == (shards, keeper) and host.pid(ENGINE) != engine
+
+
+def test_a_broken_manifest_changes_nothing(host: Host) -> None:
+    shards, keeper, engine = host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE)
+    files = _unit_files(host)
+    host.machine.write(MANIFEST, "models: {m: {checkpoint: /srv/models/m, engine: {prot: 1}}}\n")
+    for command in ("plan", "apply"):
+        done = host.appliance(command, check=False)
+        assert done.returncode == 78 and f"{MANIFEST}:1:" in done.stderr
+    assert _unit_files(host) == files
+    # Not even a restart of the keeper reads it: an edit counts once it is applied.
+    host.machine.systemctl("restart", WEIGHTS)
+    assert (host.shard_ids(), host.pid(ENGINE)) == (shards, engine) and host.pid(WEIGHTS) != keeper
+
+
+def test_of_two_models_one_is_removed_and_freed_and_the_other_never_notices(
+    host: Host, checkpoints: Checkpoints
+) -> None:
+    held, engine = host.held_bytes(), host.pid(ENGINE)
+    with Stream(PORT, MODEL) as stream:
+        host.put_checkpoint(checkpoints.second, OTHER)
+        host.put_manifest(BASE | {OTHER: SECOND})
+        host.apply()
+        assert ask(OTHER_PORT, OTHER) == checkpoints.answers[checkpoints.second]
+        assert host.held_bytes() == 2 * held
+        host.put_manifest(BASE)
+        host.apply()
+        for unit in (f"weights@{OTHER}.service", f"engine@{OTHER}.service", f"checkpoint@{OTHER}.path"):
+            assert host.state(unit) == "inactive"
+        assert host.held_bytes() == held and host.pid(ENGINE) == engine
+    assert set(stream.outcomes) == {"answered"}
+    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
+
+
+def test_restart_proves_that_the_engine_came_back_the_same(host: Host) -> None:
+    timeline = json.loads(host.appliance("restart", MODEL, "--json").stdout)
+    assert timeline["verdict"] == "hit" and timeline["canary"] == "16 tokens as recorded"
+    assert timeline["steps_s"] and timeline["phases_s"]
+    folder = "/var/lib/appliance/canary"
+    host.machine.run(["sed", "--in-place=.kept", 's/"token_ids": \\[[0-9]*/"token_ids": [0/', *_canaries(host)])
+    try:
+        done = host.appliance("restart", MODEL, check=False)
+        assert done.returncode == 77 and "recorded at the first load" in done.stderr
+    finally:
+        host.machine.run(["sh", "-c", f'for f in {folder}/*.kept; do mv "$f" "${{f%.kept}}"; done'])
+
+
+def test_doctor_says_what_this_systemd_cannot_do(host: Host, kind: Kind) -> None:
+    done = host.appliance("doctor", "--json", check=False)
+    findings = json.loads(done.stdout)
+    systemd = next(finding for finding in findings if finding["what"].startswith("systemd"))
+    assert systemd["level"] == ("note" if RELEASES[kind].systemd < 254 else "ok"), systemd
+    assert [finding for finding in findings if finding["level"] == "FAIL"] == []
+    assert done.returncode == 0
+    assert all(finding["fix"] for finding in findings if finding["level"] != "ok")
+
+
+def test_a_reboot_loads_from_disk_and_serves(host: Host, checkpoints: Checkpoints) -> None:
+    shards = host.shard_ids()
+    host.machine.reboot()
+    host.wait_for_state(ENGINE)
+    assert ask(PORT, MODEL) == checkpoints.answers[checkpoints.first]
+    assert len(host.shard_ids()) == 1 and host.shard_ids() != shards
+
+
+def test_an_upgrade_keeps_weights_engines_and_the_manifest(host: Host, checkpoints: Checkpoints, kind: Kind) -> None:
+    if kind != "trixie":
+        pytest.skip("the same on both, and it takes a minute")
+    host.machine.run(["sh", "-c", f"echo '# edited' >>{MANIFEST}"])
+    shards, keeper, engine = host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE)
+    with Stream(PORT, MODEL) as stream:
+        installing.install(host.machine)
+        _is_back(host, WEIGHTS, keeper)
+        _answers(host, stream, checkpoints.answers[checkpoints.first])
+    assert (host.shard_ids(), host.pid(ENGINE)) == (shards, engine)
+    assert set(stream.outcomes) == {"answered"}
+    assert host.machine.run(["tail", "-n1", MANIFEST]).stdout == "# edited\n"
+    host.machine.systemctl("restart", ENGINE, timeout_s=120)
+    assert _health()["verdict"] == "hit" and host.shard_ids() == shards
+
+
+def test_uninstalling_leaves_the_operators_files(host: Host) -> None:
+    said = installing.install(host.machine, "--uninstall")
+    assert "/etc/appliance" in said and host.held_bytes() == 0
+    left = [MANIFEST, "/etc/appliance/trust/signer.pub", f"/srv/models/{MODEL}/model.sig"]
+    host.machine.run(["ls", *left])
+    gone = ["/opt/appliance", "/usr/local/bin/appliance", "/usr/local/lib/systemd/system/weights@.service"]
+    assert host.machine.run(["ls", *gone], check=False).stdout == ""
+    listed = host.machine.systemctl("list-unit-files", "--no-legend", "weights@*", "engine@*", "checkpoint@*")
+    assert listed == ""
+
+
+def _serves(host: Host, checkpoints: Checkpoints) -> bool:
+    try:
+        right = ask(PORT, MODEL) == checkpoints.answers[checkpoints.first]
+        return (
+            right and host.state(WEIGHTS) == "active" and not host.appliance("plan", "--check", check=False).returncode
+        )
+    except (OSError, AssertionError):
+        return False
+
+
+def _answers(host: Host, stream: Stream, answer: str) -> None:
+    """Return once a request that begins after this call has been answered so."""
+    asked = len(stream.answers)
+    host.machine.wait_for(lambda: len(stream.answers) > asked + 1 and stream.last == answer, what="it answers")
+
+
+def _is_back(host: Host, unit: str, before: int) -> None:
+    def back() -> bool:
+        return host.state(unit) == "active" and host.pid(unit) not in (0, before)
+
+    host.machine.wait_for(back, what=f"{unit} is back", timeout_s=120)
+
+
+def _health() -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=30) as response:
+        body: dict[str, Any] = json.loads(response.read())
+    return body
+
+
+def _metrics() -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{HEALTH_PORT}/metrics", timeout=30) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def _failed(host: Host) -> bool:
+    return host.state(f"checkpoint@{MODEL}.service") == "failed"
+
+
+def _journal(host: Host, *matches: str) -> list[dict[str, str]]:
+    printed = host.machine.run(["journalctl", "--no-pager", "--output=json", *matches], check=False).stdout
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def _loader(host: Host) -> list[str]:
+    return host.machine.run(["pgrep", "--full", "appliance[.]loader"], check=False).stdout.split()
+
+
+def _unit_files(host: Host) -> str:
+    return host.machine.run(
+        ["grep", "--recursive", "", "/etc/systemd/system", "/var/lib/appliance-host"], check=False
+    ).stdout
+
+
+def _canaries(host: Host) -> list[str]:
+    return host.machine.run(["find", "/var/lib/appliance/canary", "-name", "*.json"]).stdout.split()
+
+
+def _stir(file: Path) -> None:
+    """Change the weights of a file, and nothing else in it."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: tensor + 0.3 * torch.randn(tensor.shape, generator=generator) if tensor.dim() == 2 else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata=metadata)
+
+
+def _greedy(checkpoint: Path) -> str:
+    with quiet(), torch.inference_mode():
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+        prompt = tokenizer(PROMPT, return_tensors="pt")
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=TOKENS)[0, prompt["input_ids"].shape[1] :]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

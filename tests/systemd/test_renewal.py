@@ -1,0 +1,228 @@
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.checkpoint.keys import generate_key, load_private_key
+from appliance.checkpoint.signature import sign
+from appliance.errors import TrustError
+from appliance.host import renewal
+from appliance.host.renewal import changed, roll_out, verify
+from appliance.host.seen import Seen
+from appliance.manifest.schema import Manifest
+from tests.checkpoint.checkpoints import CONFIG, SHARDS, safetensors_bytes
+from tests.systemd.keeper import keeper
+from tests.systemd.manifests import manifest_of
+
+SETTLED_S = 0.5
+
+SYSTEMCTL = """#!/bin/sh
+shift
+case "$1" in
+show) cat "$STATES/${4%.service}" ;;
+*) echo "$*" >>"$STATES/calls" ;;
+esac
+"""
+
+
+class Site:
+    """A signed checkpoint, and a manifest that names it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._key = folder / "signer.key"
+        generate_key(self._key)
+        self.checkpoint = folder / "checkpoint"
+        self.checkpoint.mkdir()
+        self.write(0)
+        models = {"m": {"checkpoint": str(self.checkpoint), "engine": {"port": 8001}}}
+        directories = {"runtime": str(folder / "r"), "state": str(folder / "state")}
+        self.manifest: Manifest = manifest_of(
+            folder, models, trust={"keys": [str(folder / "signer.pub")]}, directories=directories, group=None
+        )
+        self.socket = self.manifest.socket_path("m")
+        self.seen = Seen(folder / "seen")
+
+    def write(self, version: int) -> str:
+        """Replace the checkpoint by another version, signed, and return its root digest."""
+        for name, tensors in SHARDS.items():
+            (self.checkpoint / name).write_bytes(safetensors_bytes(tensors, metadata={"version": str(version)}))
+        (self.checkpoint / "config.json").write_bytes(CONFIG)
+        return self.sign()
+
+    def sign(self) -> str:
+        return sign(self.checkpoint, load_private_key(self._key)).root_digest
+
+    def damage(self) -> Path:
+        file = self.checkpoint / min(SHARDS)
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        return file
+
+    def changed(self) -> bool:
+        return changed(self.manifest, "m", seen=self.seen)
+
+    def verify(self) -> str:
+        return verify(self.manifest, "m", seen=self.seen, tell=lambda text: None, settled_s=SETTLED_S)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "KEEPER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(renewal, "POLL_S", 0.05)
+
+
+@pytest.fixture
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Stand in for systemctl: states are read from files, and calls are written to `calls`."""
+    folder = tmp_path / "states"
+    folder.mkdir()
+    program = tmp_path / "bin/systemctl"
+    program.parent.mkdir()
+    program.write_text(SYSTEMCTL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("STATES", str(folder))
+    for unit in ("weights@m", "engine@m"):
+        (folder / unit).write_text("active\n")
+    yield folder
+
+
+def test_what_the_keeper_is_loading_is_not_new(site: Site) -> None:
+    digest = site.sign()
+    with keeper(site.socket, {"root_digest": "", "target_root_digest": digest, "refused": False}):
+        assert not site.changed()
+
+
+@pytest.mark.parametrize("resident", ["", "0" * 64])
+def test_another_checkpoint_than_the_keepers_is_new(site: Site, resident: str) -> None:
+    with keeper(site.socket, {"root_digest": resident, "target_root_digest": "1" * 64, "refused": False}):
+        assert site.changed()
+
+
+def test_one_that_the_keeper_refused_is_looked_at_until_it_was(site: Site) -> None:
+    digest = site.sign()
+    with keeper(site.socket, {"root_digest": "0" * 64, "target_root_digest": digest, "refused": True}):
+        assert site.changed()
+        site.verify()
+        assert not site.changed(), "once is enough"
+        site.write(1)
+        assert site.changed(), "but not of other files"
+
+
+def test_without_a_keeper_it_is_looked_at_once(site: Site) -> None:
+    assert site.changed()
+    site.verify()
+    assert not site.changed()
+
+
+def test_a_new_key_is_a_reason_to_look_again(site: Site, tmp_path: Path) -> None:
+    site.verify()
+    (tmp_path / "signer.pub").touch()
+    assert site.changed()
+
+
+def test_a_damaged_file_is_named_to_the_keeper(site: Site) -> None:
+    file = site.damage()
+    with keeper(site.socket, {}) as told:
+        with pytest.raises(TrustError, match=file.name):
+            site.verify()
+        assert len(told.seen) == 1 and file.name in told.seen[0]
+        assert not site.changed()
+
+
+def test_a_copy_that_is_under_way_is_waited_for(site: Site) -> None:
+    file = site.damage()
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1
+    waiting = threading.Event()
+
+    def copy() -> None:
+        waiting.wait()
+        # For longer than it takes to be taken for settled.
+        for number in range(10):
+            (site.checkpoint / ".incoming~").write_bytes(b"x" * number)
+            threading.Event().wait(SETTLED_S / 5)
+        (site.checkpoint / ".incoming~").unlink()
+        file.write_bytes(whole)
+
+    def told(text: str) -> None:
+        if text.startswith("waiting for the copy"):
+            waiting.set()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    with keeper(site.socket, {}) as keepers:
+        verify(site.manifest, "m", seen=site.seen, tell=told, settled_s=SETTLED_S)
+        assert keepers.seen == []
+    thread.join()
+
+
+def test_a_roll_out_restarts_the_keeper_and_then_the_engine(site: Site, states: Path) -> None:
+    digest = site.sign()
+    with keeper(site.socket, {"root_digest": "0" * 64}) as told:
+
+        def restarted(text: str) -> None:
+            told.status["root_digest"] = digest
+
+        roll_out(site.manifest, "m", tell=restarted)
+    assert (states / "calls").read_text().splitlines() == ["restart weights@m.service", "restart engine@m.service"]
+
+
+def test_a_roll_out_of_what_the_keeper_has_already_restarts_nothing(site: Site, states: Path) -> None:
+    with keeper(site.socket, {"root_digest": site.sign()}):
+        roll_out(site.manifest, "m", tell=lambda text: None)
+    assert not (states / "calls").exists()
+
+
+def test_a_keeper_that_keeps_the_old_weights_keeps_its_engine(site: Site, states: Path) -> None:
+    with (
+        keeper(site.socket, {"root_digest": "0" * 64, "refused": True}),
+        pytest.raises(TrustError, match="not the new"),
+    ):
+        roll_out(site.manifest, "m", tell=lambda text: None)
+    assert (states / "calls").read_text().splitlines() == ["restart weights@m.service"]
+
+
+def test_what_was_stopped_stays_stopped(site: Site, states: Path) -> None:
+    digest = site.sign()
+    (states / "weights@m").write_text("inactive\n")
+    roll_out(site.manifest, "m", tell=lambda text: None)
+    assert not (states / "calls").exists()
+    (states / "weights@m").write_text("active\n")
+    (states / "engine@m").write_text("inactive\n")
+    with keeper(site.socket, {"root_digest": "0" * 64}) as told:
+        roll_out(site.manifest, "m", tell=lambda text: told.status.update(root_digest=digest))
+    assert (states / "calls").read_text().splitlines() == ["restart weights@m.service"]
+
+
+def test_units_that_gave_up_are_started_on_a_good_checkpoint(site: Site, states: Path) -> None:
+    digest = site.sign()
+    for unit in ("weights@m", "engine@m"):
+        (states / unit).write_text("failed\n")
+    with keeper(site.socket, {"root_digest": ""}) as told:
+        roll_out(site.manifest, "m", tell=lambda text: told.status.update(root_digest=digest))
+    assert (states / "calls").read_text().splitlines() == [
+        f"{verb} {unit}@m.service" for unit in ("weights", "engine") for verb in ("reset-failed", "restart")
+    ]
+
+
+def test_the_unit_is_told_by_exit_status(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    monkeypatch.setattr(renewal, "SETTLED_S", SETTLED_S)
+    path = str(tmp_path / "appliance.yaml")
+
+    def run(step: str, model: str = "m") -> int:
+        monkeypatch.setattr("sys.argv", ["renewal", step, "--manifest", path, "--model", model])
+        return renewal.main()
+
+    assert (run("changed"), run("verify"), run("changed")) == (0, 0, renewal.UNCHANGED)
+    assert run("verify", "nobody") == 78

@@ -1,0 +1,97 @@
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.canary import CanaryRecord
+from appliance.errors import ApplianceError, HostError, TrustError
+from appliance.fingerprint import Fingerprint
+from appliance.host import restart as restarts
+from appliance.host.restart import ask, restart
+from tests.systemd.manifests import manifest_of, model
+
+FINGERPRINT = Fingerprint.of({"root_digest": "a"})
+ENGINE_SAYS: dict[str, Any] = {
+    "/health": {"verdict": "hit", "phases_s": {"imports": 2.0}},
+    "/v1/completions": {"choices": [{"token_ids": [1, 2, 3]}]},
+}
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the port of an engine, and what it answers to each path."""
+    says = dict(ENGINE_SAYS)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(says[self.path]).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port, says
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(restarts, "systemctl", lambda *words, timeout_s: said.append(" ".join(words)))
+    monkeypatch.setattr(restarts, "_resident_fingerprint", lambda manifest, name: FINGERPRINT)
+    return said
+
+
+Restart = Callable[[], restarts.Timeline]
+
+
+@pytest.fixture
+def act(tmp_path: Path, engine: tuple[int, dict[str, Any]], commands: list[str]) -> Restart:
+    manifest = manifest_of(tmp_path, {"m": model(engine[0])}, directories={"state": str(tmp_path)})
+    return lambda: restart(manifest, "m", tell=lambda text: None)
+
+
+def test_a_restart_that_is_a_hit_and_says_the_same_is_proven(act: Restart, commands: list[str], tmp_path: Path) -> None:
+    CanaryRecord.of(tmp_path, FINGERPRINT).save([1, 2, 3])
+    timeline = act()
+    assert commands == ["restart engine@m.service"]
+    assert (timeline.verdict, timeline.canary) == ("hit", "3 tokens as recorded")
+    assert list(timeline.steps_s) == ["drain, restart, ready", "canary"] and timeline.phases_s == {"imports": 2.0}
+
+
+def test_other_tokens_than_recorded_are_not_to_be_trusted(act: Restart, tmp_path: Path) -> None:
+    CanaryRecord.of(tmp_path, FINGERPRINT).save([1, 2, 4])
+    with pytest.raises(TrustError, match=r"\[1, 2, 3\], and \[1, 2, 4\] were recorded"):
+        act()
+
+
+def test_weights_that_were_not_the_keepers_are_off(act: Restart, engine: tuple[int, dict[str, Any]]) -> None:
+    engine[1]["/health"] = {"verdict": "donated", "phases_s": {}}
+    with pytest.raises(HostError, match="'donated', not 'hit'"):
+        act()
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"token_ids": None}]}, {"choices": [{}]}, []])
+def test_an_answer_without_tokens_is_an_error(engine: tuple[int, dict[str, Any]], answer: object) -> None:
+    engine[1]["/v1/completions"] = answer
+    with pytest.raises(ApplianceError):
+        ask(f"http://127.0.0.1:{engine[0]}", "m")
+
+
+def test_an_engine_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(HostError, match="is the engine running"):
+        ask("http://127.0.0.1:1", "m")

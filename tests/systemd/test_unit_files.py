@@ -1,0 +1,141 @@
+import re
+import shlex
+import string
+import time
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.errors import NOT_CURED_BY_RESTART
+from appliance.host.plan import make_plan
+from appliance.host.unit_files import APPLIED, Link, applied_manifest, quoted, unit_files
+from appliance.inventory import Gpu
+from appliance.manifest.load import load_manifest
+from tests.systemd.manifests import SHIPPED_SERVICES, SOURCE, UNITS, files_of, manifest_of, model, settings_of
+
+ETC = PurePosixPath("etc/systemd/system")
+WEIGHTS = ETC / "weights@m.service.d/10-appliance.conf"
+ENGINE = ETC / "engine@m.service.d/10-appliance.conf"
+MANY = 100
+MANY_LIMIT_S = 0.5
+BUSY_MACHINE = 4
+
+
+def test_each_model_gets_drop_ins_and_links_to_the_templates_and_nothing_else(tmp_path: Path) -> None:
+    files = files_of(tmp_path, {"m": model()})
+    templates = "/usr/local/lib/systemd/system"
+    assert {str(path): content for path, content in files.items() if isinstance(content, Link)} == {
+        f"{ETC}/appliance.target.wants/weights@m.service": Link(f"{templates}/weights@.service"),
+        f"{ETC}/appliance.target.wants/engine@m.service": Link(f"{templates}/engine@.service"),
+        f"{ETC}/weights@m.service.wants/checkpoint@m.path": Link(f"{templates}/checkpoint@.path"),
+        f"{ETC}/weights@m.service.wants/checkpoint@m.timer": Link(f"{templates}/checkpoint@.timer"),
+    }
+    texts = {path for path, content in files.items() if isinstance(content, str)}
+    assert texts == {WEIGHTS, ENGINE, ETC / "checkpoint@m.path.d/10-appliance.conf", APPLIED}
+    assert all(("SourcePath", str(SOURCE)) in settings_of(files[path]) for path in texts - {APPLIED})
+
+
+def test_no_checkpoint_is_watched_where_none_is_signed(tmp_path: Path) -> None:
+    files = files_of(tmp_path, {"m": model()}, trust={"policy": "local"})
+    assert [path for path in files if "checkpoint@" in str(path)] == []
+
+
+def test_the_copy_that_units_read_says_what_the_manifest_says(tmp_path: Path) -> None:
+    models = {
+        "m": model(engine={"cpus": "0-3,8", "threads": 2, "environment": {"A": "50 %h\t$X 'q' \"r\""}}, wait="90s"),
+        "n.1_x-y": model(8002, gpus=[0], dtype="bfloat16", engine={"kind": "vllm", "args": ["--x", 1]}),
+    }
+    manifest = manifest_of(tmp_path, models, group=None, directories={"state": "/srv/state"})
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(applied_manifest(manifest, SOURCE))
+    assert load_manifest(copy) == manifest
+
+
+def test_an_engine_gets_its_cpus_threads_and_environment(tmp_path: Path) -> None:
+    engine = {"cpus": "0-2,5", "threads": 3, "environment": {"A": "b c", "P": "100%"}}
+    settings = settings_of(files_of(tmp_path, {"m": model(engine=engine, wait="90s")})[ENGINE])
+    assert ("CPUAffinity", "0 1 2 5") in settings
+    assert ("Environment", '"OMP_NUM_THREADS=3"') in settings
+    assert ("Environment", '"A=b c"') in settings and ("Environment", '"P=100%%"') in settings
+    assert ("TimeoutStartSec", "690s") in settings, "waiting for weights is not what the limit is for"
+
+
+def test_only_the_gpus_of_a_model_are_opened_to_it(tmp_path: Path) -> None:
+    gpus = {"0": Gpu(index=0, uuid="GPU-x", model="H200", minor=4)}
+    models = {"m": model(gpus=[0], engine={"kind": "vllm"}), "n": model(8002)}
+    files = files_of(tmp_path, models, gpus=gpus)
+    for path in (WEIGHTS, ENGINE):
+        devices = [value for name, value in settings_of(files[path]) if name == "DeviceAllow"]
+        assert "/dev/nvidia4 rw" in devices and "/dev/nvidiactl rw" in devices
+        other = PurePosixPath(str(path).replace("@m.", "@n."))
+        assert [value for name, value in settings_of(files[other]) if name == "DeviceAllow"] == []
+
+
+def test_folders_and_a_group_of_its_own_are_opened_to_it(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"directories": {"runtime": "/srv/run 1"}, "group": "llm"}
+    for path in (WEIGHTS, ENGINE):
+        found = settings_of(files_of(tmp_path, {"m": model()}, **settings)[path])
+        assert ("ReadWritePaths", '"-/srv/run 1"') in found and ("SupplementaryGroups", "llm") in found
+        plain = dict(settings_of(files_of(tmp_path, {"m": model()})[path]))
+        assert not {"ReadWritePaths", "SupplementaryGroups"} & plain.keys()
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\t"), max_size=40))
+def test_a_quoted_value_is_one_word_and_reads_back(text: str) -> None:
+    line = quoted(text)
+    assert "\n" not in line
+    # systemd.syntax(7): C escapes in quotes, then specifiers. A shell's words differ in neither for what is left.
+    inner = line[1:-1]
+    assert re.fullmatch(r'(?:[^"\\]|\\.)*', inner)
+    unescaped = re.sub(r"\\(.)", lambda found: {"t": "\t", "n": "\n"}.get(found[1], found[1]), inner)
+    assert unescaped.replace("%%", "\0").count("%") == 0
+    assert unescaped.replace("%%", "%") == text
+
+
+def test_a_value_cannot_become_a_setting(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path, {"m": model(engine={"environment": {"A": "x\nUser=root"}})})
+    assert ("User", "root") not in settings_of(unit_files(manifest, SOURCE, {})[ENGINE])
+
+
+def test_every_name_that_a_manifest_takes_is_a_plain_instance_name() -> None:
+    # systemd-escape(1): what is not of these would have to be escaped.
+    allowed = set(string.ascii_letters + string.digits + ":_.-")
+    assert set("abcdefghijklmnopqrstuvwxyz0123456789._-") <= allowed
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED_SERVICES if path.name != "checkpoint@.service"], ids=str)
+def test_what_a_restart_does_not_cure_is_not_restarted(path: Path) -> None:
+    settings = dict(settings_of(path.read_text()))
+    assert set(map(int, settings["RestartPreventExitStatus"].split())) == NOT_CURED_BY_RESTART
+    assert settings["Restart"] == "always" and "RestartForceExitStatus" not in settings
+    # Giving up would free what is resident.
+    assert settings["StartLimitIntervalSec"] == "0"
+
+
+@pytest.mark.parametrize("path", SHIPPED_SERVICES, ids=str)
+def test_shipped_units_run_the_installed_release_as_their_user(path: Path) -> None:
+    settings = settings_of(path.read_text())
+    assert ("User", "appliance") in settings and ("Group", "appliance") in settings
+    for name, value in settings:
+        program = shlex.split(value)[0] if name.startswith("Exec") else "/opt/appliance/current/bin/python"
+        assert program.lstrip("+-") in ("/opt/appliance/current/bin/python", "/bin/sh"), value
+    assert "NoNewPrivileges" in dict(settings)
+
+
+def test_an_engine_may_take_its_time_to_stop_before_its_keeper_is_killed() -> None:
+    engine, weights = (dict(settings_of((UNITS / f"{kind}@.service").read_text())) for kind in ("engine", "weights"))
+    seconds = [int(settings["TimeoutStopSec"].removesuffix("s")) for settings in (engine, weights)]
+    assert seconds[0] < seconds[1]
+
+
+def test_a_hundred_models_are_planned_in_half_a_second(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path, {f"m{number}": model(8000 + number) for number in range(MANY)})
+    began = time.process_time()
+    plan = make_plan(unit_files(manifest, SOURCE, {}), tmp_path)
+    took_s = time.process_time() - began
+    print(f"{MANY} models: {len(plan.changes)} files planned in {took_s:.3f} s")
+    assert len(plan.changes) == 7 * MANY + 1
+    assert took_s < MANY_LIMIT_S * BUSY_MACHINE
