@@ -95,7 +95,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(steps: Steps) -> None:
         assert worker.queue_depth == 2
         with pytest.raises(QueueFull) as caught, worker.place():
             pass
-        assert 1 <= caught.value.retry_after_s <= 60
+        assert caught.value.retry_after_s == 3  # a second for each, until it is known how long they take
         steps.allow(100)
         await asyncio.gather(*running)
         assert await ask(worker, 4)
