@@ -12,6 +12,7 @@ from appliance.keeper.connection import Connection, GoneError, RefuseError
 from appliance.keeper.custody import Custody
 from appliance.keeper.holdings import Holdings, Lease, SlotKey
 from appliance.keeper.shard import Shard, checked
+from appliance.keeper.status import root_digest
 from appliance.lines import printable
 from appliance.verdict import Outcome, Reason, Verdict, refused
 
@@ -166,7 +167,7 @@ class Answers:
         await self._store(connection, shard)
         self._holdings.end_donation(shard.slot)
         self._holdings.put(shard)
-        self._judge(connection, Verdict(Outcome.DONATED), root_digest=shard.record.fingerprint.root_digest)
+        self._judge(connection, Verdict(Outcome.DONATED), digest=shard.record.fingerprint.root_digest)
         self._lease(connection, shard, Outcome.DONATED)
         connection.send(wire.Donated(shard_id=shard.record.shard_id))
 
@@ -252,7 +253,7 @@ class Answers:
             self._holdings.leases.add(lease)
             self._holdings.touch()
 
-    def _judge(self, connection: Connection, verdict: Verdict, **fields: str) -> None:
+    def _judge(self, connection: Connection, verdict: Verdict, *, digest: str | None = None) -> None:
         self._holdings.judge(verdict, client=connection.client)
         event(
             f"attach by {connection.client}: {verdict}",
@@ -261,7 +262,7 @@ class Answers:
             pid=connection.peer.pid,
             verdict=verdict.outcome,
             reason=verdict.reason,
-            **fields,
+            root_digest=root_digest(self._holdings) if digest is None else digest,
         )
 
     def _why_not_resident(self) -> Verdict:

@@ -178,6 +178,7 @@ class Keeper:
             model=self._model,
             verdict="refused",
             reason="checkpoint_refused",
+            root_digest=root_digest(self._holdings),
         )
 
     def _progress(self, text: str) -> None:

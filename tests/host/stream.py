@@ -47,9 +47,9 @@ class Stream:
                 self.outcomes["failed"] += 1
 
 
-def ask(port: int, model: str) -> str:
+def ask(port: int, model: str, *, tokens: int = TOKENS) -> str:
     """Return a greedy answer; the OSError of urllib where there is none."""
-    body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": TOKENS}
+    body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": tokens}
     url = f"http://127.0.0.1:{port}/v1/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
