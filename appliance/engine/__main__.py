@@ -15,11 +15,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from appliance.canary import MAX_TOKENS, PROMPT, CanaryRecord
+from appliance.client import RefusedError
 from appliance.engine.imports import import_heavy_modules
-from appliance.errors import ApplianceError, ConfigError
+from appliance.errors import ApplianceError, ConfigError, TrustError
 from appliance.events import ERROR, event
 from appliance.notify import Notifier
 from appliance.target import Target, read_target
+from appliance.verdict import Outcome
 
 if TYPE_CHECKING:
     from appliance.engine.generation import LanguageModel
@@ -41,10 +43,19 @@ def main() -> int:
     try:
         _serve(arguments.manifest, arguments.model, notifier=notifier, started=started)
     except ApplianceError as error:
-        event(f"appliance: {error}", priority=ERROR, model=arguments.model)
+        event(f"appliance: {error}", priority=ERROR, model=arguments.model, **_refusal(error))
         notifier.status(error.message)
         return error.exit_status
     return 0
+
+
+def _refusal(error: ApplianceError) -> dict[str, str]:
+    """Return the journal's fields for an engine that may not have the weights it wants; none for other errors."""
+    if isinstance(error.__cause__, RefusedError):
+        return {"verdict": str(Outcome.REFUSED), "reason": str(error.__cause__.verdict.reason)}
+    if isinstance(error, TrustError):
+        return {"verdict": str(Outcome.REFUSED), "reason": "not_trusted"}
+    return {}
 
 
 def _serve(manifest: Path, name: str, *, notifier: Notifier, started: float) -> None:
