@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,7 +146,7 @@ async def _run(
     lease: "Lease | None",
     phases: dict[str, float],
 ) -> None:
-    from appliance.engine.server import make_app, serve
+    from appliance.engine.server import ROUTES, make_app, serve
 
     settings = target.model.engine
     verdict = str(weights.verdict.outcome)
@@ -168,7 +168,7 @@ async def _run(
         notifier.ready(f"{verdict}: serving {target.name} on {host}:{port}")
 
     app = make_app(model, name=target.name, health=health, collectors=[_Attachment(target.name, verdict, phases)])
-    feeding = asyncio.create_task(_feed_watchdog(notifier))
+    feeding = asyncio.create_task(_feed_watchdog(notifier, lambda: app[ROUTES].is_working))
     try:
         await serve(app, host=settings.host, port=settings.port, started=ready)
         notifier.stopping("stopping")
@@ -176,9 +176,11 @@ async def _run(
         feeding.cancel()
 
 
-async def _feed_watchdog(notifier: Notifier) -> None:
+async def _feed_watchdog(notifier: Notifier, is_working: Callable[[], bool]) -> None:
+    # A loop that turns answers nobody if the model's thread is gone.
     while True:
-        notifier.watchdog()
+        if is_working():
+            notifier.watchdog()
         await asyncio.sleep((notifier.watchdog_s or DEFAULT_WATCHDOG_S) / 3)
 
 

@@ -101,6 +101,11 @@ class Routes:
         self._refuse_other_models(request.match_info["model"])
         return _json(self._model_card())
 
+    @property
+    def is_working(self) -> bool:
+        """Whether answers can still be made: what a watchdog has to know."""
+        return self._worker.is_alive
+
     async def health(self, _: web.Request) -> web.Response:
         state = "draining" if self._draining else "ok" if self._worker.is_alive else "failed"
         queue = {"waiting": self._worker.queue_depth, "limit": self._worker.queue_limit}
