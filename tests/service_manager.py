@@ -156,8 +156,8 @@ class ServiceManager:
         datagram = Datagram(tuple(data.decode().split("\n")), descriptors)
         self._complaints += _complaints(data, datagram, flags)
         if datagram.lines == ("BARRIER=1",):
-            close_all(descriptors)
             self.datagrams.append(Datagram(datagram.lines))
+            close_all(descriptors)  # the answer: it comes last
             return
         self.store.apply(datagram)
         self.datagrams.append(datagram)
