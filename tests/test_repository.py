@@ -23,7 +23,19 @@ ROOT = Path(__file__).parent.parent
 
 # Each part of the package may import those before it, and no other.
 PARTS = (
-    *("errors", "quantities", "lines", "descriptors", "memfd", "run", "notify", "events", "gpus", "inventory"),
+    *(
+        "errors",
+        "collector",
+        "quantities",
+        "lines",
+        "descriptors",
+        "memfd",
+        "run",
+        "notify",
+        "events",
+        "gpus",
+        "inventory",
+    ),
     *("checkpoint", "manifest", "slabs", "layout", "configs"),
     *("fingerprint", "progress", "record", "verdict", "wire", "target", "client", "canary"),
     *("keeper", "tensors"),

@@ -10,6 +10,8 @@ import importlib
 import time
 from collections.abc import Iterator
 
+from appliance.collector import paused
+
 HEAVY = (
     "torch",
     "transformers",
@@ -23,15 +25,10 @@ HEAVY = (
 def import_heavy_modules() -> float:
     """Import torch and the parts of transformers that every model needs; return the seconds that took."""
     started = time.perf_counter()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with paused():
         for name in HEAVY:
             importlib.import_module(name)
-    finally:
         gc.freeze()
-        if collecting:
-            gc.enable()
     return time.perf_counter() - started
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from appliance import configs, memfd
+from appliance import collector, configs, memfd
 from appliance import layout as layouts
 from appliance.checkpoint.contents import check_configs
 from appliance.checkpoint.findings import check_all
@@ -229,9 +229,10 @@ def _bind(
     device = backend(record.device)
     mappings = []
     try:
-        for slab, size_bytes in zip(slabs, record.slab_sizes, strict=True):
-            mappings.append(device.map(slab, size_bytes))
-        attach(module, layouts.decode(layout), mappings, copy=copy, stage=STAGE)
+        with collector.paused():
+            for slab, size_bytes in zip(slabs, record.slab_sizes, strict=True):
+                mappings.append(device.map(slab, size_bytes))
+            attach(module, layouts.decode(layout), mappings, copy=copy, stage=STAGE)
     finally:
         # Tensors keep what they lie in mapped; the descriptors are needed no longer.
         for mapping in mappings:

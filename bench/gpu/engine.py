@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from appliance import collector
 from appliance import layout as layouts
 from appliance.client import KeeperClient
 from appliance.descriptors import close_all
 from appliance.slabs.devices import backend
-from appliance.slabs.interface import Mapping
+from appliance.slabs.interface import Backend, Mapping
 from appliance.tensors.attachment import attach
 from appliance.tensors.checksum import checksums
 from bench.gpu.device import is_fake, prepared
@@ -56,6 +57,12 @@ class attached:  # noqa: N801  used as a context manager
         rig, rank = self._rig, self._rank
         device = backend(rig.devices[rank])
         self.model = skeleton(rig.tensors, rig.size_bytes)
+        with collector.paused():
+            self._attach(device)
+        return self
+
+    def _attach(self, device: Backend) -> None:
+        rig, rank = self._rig, self._rank
         marks = [time.perf_counter()]
         self._client = KeeperClient.connect(rig.socket_path)
         described = self._client.describe(role=ROLE, rank=rank, wait_s=0)
@@ -78,7 +85,6 @@ class attached:  # noqa: N801  used as a context manager
         }
         self.times_ms = {"total_ms": 1e3 * (marks[4] - marks[0]), **times_ms, "slabs": len(layout.slab_sizes)}
         self.shard_id = described.record.shard_id
-        return self
 
     def checked(self) -> dict[str, Any]:
         """Return whether all that is mapped has the checksums it was donated with."""

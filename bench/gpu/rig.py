@@ -101,7 +101,7 @@ class Rig:
             if status is not None and wanted(status):
                 return status
             time.sleep(0.02)
-        raise TimeoutError(f"the keeper is not there after {timeout_s:g} s: {status}")
+        raise TimeoutError(f"the keeper is not there after {timeout_s:g} s: {status}\n{self.log()}")
 
     def donated(self, rank: int) -> dict[str, Any]:
         """Return what the last donor of this rank left."""

@@ -34,7 +34,7 @@ def main() -> int:
         rig = Rig(Path(folder), gpus[:2], args.tensors, int(args.gib * GIB))
         rig.write()
         with running_keeper(rig):
-            status = rig.wait_resident(timeout_s=240)
+            status = rig.wait_resident(timeout_s=90)
             sizes = [shard["size_bytes"] for shard in status["shards"]]
             for rank, (gpu, before) in enumerate(zip(gpus, base, strict=False)):
                 extra = (used_bytes(gpu) - before - sizes[rank]) / (1 << 20)
