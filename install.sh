@@ -96,8 +96,11 @@ install_on_host() {
     say "making the environment $release"
     mkdir -p -- "$dest$prefix/releases"
     venv=$dest$release
+    # A release that is not complete is nothing to go back to.
+    trap 'rm -rf -- "$venv"' EXIT
     make_venv
     install_release
+    trap - EXIT
     # One rename: whoever starts now gets the old release or the new one, whole.
     ln -sfn -- "$release" "$dest$prefix/current.new"
     mv -T -- "$dest$prefix/current.new" "$dest$prefix/current"
