@@ -127,9 +127,9 @@ class CudaMapping:
         try:
             with ExitStack() as undo:
                 with _released(gpu, gpu.import_handle(descriptor.fileno())) as handle:
+                    if gpu.home(handle) != gpu.ordinal:
+                        raise PeerError(f"slab: memory of another GPU than {gpu.uuid}")
                     mapped = undo.enter_context(_Range(gpu, size_bytes, handle, writable=False))
-                if gpu.home(mapped.address) != gpu.ordinal:
-                    raise PeerError(f"slab: memory of another GPU than {gpu.uuid}")
                 undo.pop_all()
         except CudaError as error:
             raise _mapping_error(error, gpu, size_bytes) from error

@@ -145,13 +145,12 @@ class CudaDevice:
         access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         self._call("cuMemSetAccess", address, size_bytes, [access], 1)
 
-    def home(self, address: int) -> int:
-        """Return the ordinal of the GPU whose memory is mapped at an address."""
-        return int(
-            self._call(
-                "cuPointerGetAttribute", self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address
-            )
-        )
+    def home(self, handle: int) -> int:
+        """Return the ordinal of the GPU whose memory is behind a handle.
+
+        Not from a mapped address: driver 580 calls every imported allocation one of GPU 0 there.
+        """
+        return int(self._call("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
 
     def synchronize(self) -> None:
         """Return once everything that this process has asked of this GPU is done."""

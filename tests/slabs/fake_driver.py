@@ -106,7 +106,6 @@ class FakeCuda:
     CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READ=1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
-    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9)
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75,
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76,
@@ -194,6 +193,11 @@ class FakeCuda:
         del self._handles[handle]
         self._forget(memory)
 
+    def _cuMemGetAllocationPropertiesFromHandle(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        properties = self.CUmemAllocationProp()
+        properties.location.id = self._memory(handle).ordinal
+        return properties
+
     def _cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> int:  # noqa: N802
         if kind != 1 or flags:
             raise invalid()
@@ -270,12 +274,6 @@ class FakeCuda:
             mapped.access = "rw" if item.flags == 3 else "r"
             mapped.accessors.add(item.location.id)
         fake_addresses.protect(address, size_bytes, writable=mapped.access == "rw")
-
-    def _cuPointerGetAttribute(self, attribute: int, address: int) -> int:  # noqa: N802
-        mapped = self._mapping_at(address, 1)
-        if attribute != 9 or mapped is None:
-            raise invalid()
-        return mapped.memory.ordinal
 
     def _cuMemcpyHtoD(self, address: int, source: int, size_bytes: int) -> None:  # noqa: N802
         self._check_access(address, size_bytes, "w")
