@@ -87,7 +87,9 @@ def applied_manifest(manifest: Manifest, source: PurePosixPath) -> str:
 
 def quoted(text: str) -> str:
     """Return a value that systemd reads back as exactly this text; systemd.syntax(7), and `%` for specifiers."""
-    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "%": "%%"}
+    escapes = {"\\": "\\\\", '"': '\\"', "%": "%%"}
+    # Systemd ends a line at each of \n, \r and NUL.
+    escapes |= {chr(code): f"\\x{code:02x}" for code in (*range(1, 32), 127)}
     return '"' + "".join(escapes.get(c, c) for c in text) + '"'
 
 

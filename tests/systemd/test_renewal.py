@@ -145,7 +145,8 @@ def test_a_copy_that_is_under_way_is_waited_for(site: Site) -> None:
     waiting = threading.Event()
 
     def copy() -> None:
-        waiting.wait()
+        if not waiting.wait(10):
+            return
         # For longer than it takes to be taken for settled.
         for number in range(10):
             (site.checkpoint / ".incoming~").write_bytes(b"x" * number)
@@ -159,10 +160,13 @@ def test_a_copy_that_is_under_way_is_waited_for(site: Site) -> None:
 
     thread = threading.Thread(target=copy)
     thread.start()
-    with keeper(site.socket, {}) as keepers:
-        verify(site.manifest, "m", seen=site.seen, tell=told, settled_s=SETTLED_S)
-        assert keepers.seen == []
-    thread.join()
+    try:
+        with keeper(site.socket, {}) as keepers:
+            verify(site.manifest, "m", seen=site.seen, tell=told, settled_s=SETTLED_S)
+            assert keepers.seen == []
+    finally:
+        waiting.set()
+        thread.join()
 
 
 def test_a_roll_out_restarts_the_keeper_and_then_the_engine(site: Site, states: Path) -> None:
