@@ -91,6 +91,7 @@ def test_so_does_one_that_attaches_after_its_keeper_was_killed(site: Site, from_
 
 async def with_keeper(site: Site, act: Callable[[Supervisor], Awaitable[Answers]]) -> Answers:
     keeper = [unit for unit in units(load_manifest(site.manifest), site.manifest) if unit.name == WEIGHTS]
+    (site.folder / "runtime").mkdir(exist_ok=True)
     async with Supervisor(keeper, Silent(), runtime=site.folder / "runtime") as supervisor:
         await supervisor.wait_ready(WEIGHTS, 300)
         return await act(supervisor)
