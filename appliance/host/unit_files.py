@@ -98,6 +98,7 @@ def _weights(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator
     yield from _devices(model, gpus)
     yield from _recorded(model, KEEPER_SETTINGS)
     yield "X-Appliance", "trust.policy", manifest.trust.policy
+    yield "X-Appliance", "group", manifest.group or "none"
 
 
 def _engine(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[Setting]:
