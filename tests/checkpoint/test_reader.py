@@ -1,23 +1,23 @@
 """The verified read: all bytes once, what is hashed is what is used, and the first wrong file is named."""
 
 import os
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from appliance.checkpoint import reader, streams
+from appliance.checkpoint import reader
 from appliance.checkpoint.contents import check_configs
 from appliance.checkpoint.digests import digest_checkpoint
 from appliance.checkpoint.file_stream import FileStream
 from appliance.checkpoint.identity import Trust, check_stats, identify
 from appliance.checkpoint.keyring import Keyring
 from appliance.checkpoint.keys import PrivateKey
-from appliance.checkpoint.manifest import ALGORITHMS, Algorithm, CheckpointManifest
-from appliance.checkpoint.reader import VerifiedRead, read_verified
+from appliance.checkpoint.manifest import ALGORITHMS, Algorithm
+from appliance.checkpoint.reader import read_verified
 from appliance.checkpoint.safetensors import TensorInfo
 from appliance.checkpoint.signature import sign
 from appliance.checkpoint.streams import Progress
@@ -36,40 +36,14 @@ from tests.checkpoint.checkpoints import (
     noise,
     safetensors_bytes,
 )
+from tests.checkpoint.memory import Memory, read, refused
 from tests.checkpoint.opened import files_opened
 
+pytestmark = pytest.mark.usefixtures("reader_pieces")
+
 FIRST, SECOND = SHARDS
+
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every tensor several pieces long."""
-    for module in (streams, reader):
-        monkeypatch.setattr(module, "PIECE_BYTES", 50)
-
-
-class Memory:
-    """Allocates, and remembers what for."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, bytearray] = {}
-        self.asked: list[TensorInfo] = []
-
-    def __call__(self, tensor: TensorInfo) -> bytearray:
-        self.asked.append(tensor)
-        self.tensors[tensor.name] = bytearray(tensor.size_bytes)
-        return self.tensors[tensor.name]
-
-
-def refused(tensor: TensorInfo) -> bytearray:
-    raise AssertionError(f"nothing should have been allocated for {tensor.name}")
-
-
-def read(checkpoint: Path, manifest: CheckpointManifest | None = None) -> tuple[VerifiedRead, Memory]:
-    memory = Memory()
-    done = read_verified(checkpoint, manifest or digest_checkpoint(checkpoint), allocate=memory)
-    return done, memory
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -348,56 +322,3 @@ def test_no_weights_at_all_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no safetensors file"):
         read(tmp_path)
-
-
-class Windows:
-    """Staging: two windows of fixed size used in turn, and what went through them."""
-
-    def __init__(self, tensors: Sequence[TensorInfo], wanted: frozenset[str]) -> None:
-        self.size_bytes = sum(tensor.size_bytes for tensor in tensors)
-        self.wanted = wanted
-        self.out: deque[memoryview] = deque()
-        self.passed = bytearray()
-        self.most_out = 0
-
-    def pieces(self) -> Iterator[list[memoryview]]:
-        windows = [memoryview(bytearray(16)) for _ in range(2)]
-        for number, begin in enumerate(range(0, self.size_bytes, 16)):
-            window = windows[number % 2][: min(16, self.size_bytes - begin)]
-            self.out.append(window)
-            self.most_out = max(self.most_out, len(self.out))
-            yield [window]
-
-    def hashed(self) -> None:
-        self.passed += self.out.popleft()
-
-
-class TestStaging:
-    """Tensors that only pass through memory: the same bytes, the same checks."""
-
-    def test_every_byte_passes_in_order_and_two_windows_are_enough(self, checkpoint: Path) -> None:
-        made: list[Windows] = []
-
-        def stage(tensors: Sequence[TensorInfo], wanted: frozenset[str]) -> Windows:
-            made.append(Windows(tensors, wanted))
-            return made[-1]
-
-        done = read_verified(checkpoint, digest_checkpoint(checkpoint), stage=stage)
-        contents = [b"".join(data for _, _, data in shard.values()) for shard in SHARDS.values()]
-        assert [bytes(windows.passed) for windows in made] == contents
-        assert [windows.wanted for windows in made] == [set(shard) for shard in SHARDS.values()]
-        assert all(windows.most_out <= 2 and not windows.out for windows in made)
-        assert set(done.tensors) == set(SHARDS)
-
-    def test_a_changed_byte_is_refused(self, checkpoint: Path) -> None:
-        manifest = digest_checkpoint(checkpoint)
-        flip_a_byte(checkpoint / SECOND)
-        with pytest.raises(TrustError, match=SECOND):
-            read_verified(checkpoint, manifest, stage=Windows)
-
-    def test_neither_or_both_ways_is_a_bug(self, checkpoint: Path) -> None:
-        manifest = digest_checkpoint(checkpoint)
-        with pytest.raises(ValueError, match="memory"):
-            read_verified(checkpoint, manifest)
-        with pytest.raises(ValueError, match="memory"):
-            read_verified(checkpoint, manifest, allocate=Memory(), stage=Windows)

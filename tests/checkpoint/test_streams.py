@@ -1,4 +1,4 @@
-"""Files read side by side: the right digests, bounded memory, changes noticed, failures that stop the rest."""
+"""Files read side by side: the right digests, bounded memory, progress told."""
 
 import hashlib
 import os
@@ -12,38 +12,10 @@ import pytest
 
 from appliance.checkpoint import streams
 from appliance.checkpoint.file_stream import FileStream, Piece, make_hasher
-from appliance.checkpoint.files import find_root
-from appliance.checkpoint.streams import Progress, make_streams, run_streams
-from appliance.errors import ResourceError, TrustError
-from tests.checkpoint.checkpoints import noise
+from appliance.checkpoint.streams import Progress, run_streams
+from tests.checkpoint.numbered import PIECE_BYTES, digests_of, make_files, streams_of
 
-PIECE_BYTES = 1000
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every file many pieces long."""
-    monkeypatch.setattr(streams, "PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(streams, "_QUANTUM_BYTES", 4 * PIECE_BYTES)
-    monkeypatch.setattr(streams, "_SMALL_BYTES", PIECE_BYTES // 10)
-
-
-def make_files(folder: Path, sizes_bytes: list[int]) -> dict[str, bytes]:
-    contents = {f"f{number:03}": noise(f"f{number}", size) for number, size in enumerate(sizes_bytes)}
-    for name, data in contents.items():
-        (folder / name).write_bytes(data)
-    return contents
-
-
-def streams_of(
-    folder: Path, contents: dict[str, bytes], *, algorithm: str = "sha256", threads: int | None = None
-) -> list[FileStream]:
-    sizes = {name: len(data) for name, data in contents.items()}
-    return make_streams(find_root(folder), sizes, algorithm=algorithm, threads=threads)
-
-
-def digests_of(done: list[FileStream]) -> dict[str, str]:
-    return {stream.path: stream.outcome.digest for stream in done if stream.outcome}
+pytestmark = pytest.mark.usefixtures("stream_pieces")
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "blake3"])
@@ -257,119 +229,6 @@ def test_a_progress_callback_that_raises_stops_everything(tmp_path: Path, monkey
         run_streams(streams_of(tmp_path, make_files(tmp_path, [20_000] * 30)), on_progress=give_up)
 
 
-class TestChanges:
-    """What happens to a file between its opening and its last byte is noticed."""
-
-    def change(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]) -> None:
-        contents = make_files(tmp_path, [5 * PIECE_BYTES] * 3)
-        file = tmp_path / "f001"
-        wait_for_a_tick(file)
-        real = FileStream.hash
-        changed: list[bool] = []
-
-        def change_once(stream: FileStream, piece: Piece) -> None:
-            real(stream, piece)
-            if stream.path == "f001" and not changed:
-                changed.append(True)
-                change(file)
-
-        monkeypatch.setattr(FileStream, "hash", change_once)
-        run_streams(streams_of(tmp_path, contents))
-
-    def test_rewritten_in_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(TrustError, match=r"f001 changed while it was read \(mtime_ns, ctime_ns\)"):
-            self.change(tmp_path, monkeypatch, lambda file: write_at(file, 4 * PIECE_BYTES))
-
-    def test_rewritten_with_its_old_time_put_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def rewrite(file: Path) -> None:
-            status = file.stat()
-            write_at(file, 0)
-            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-        with pytest.raises(TrustError, match=r"f001 changed while it was read \(ctime_ns\)"):
-            self.change(tmp_path, monkeypatch, rewrite)
-
-    def test_cut_short(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(TrustError, match="f001 was cut short"):
-            self.change(tmp_path, monkeypatch, lambda file: os.truncate(file, PIECE_BYTES))
-
-    def test_grown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(TrustError, match=r"f001 changed while it was read \(size_bytes"):
-            self.change(tmp_path, monkeypatch, lambda file: os.truncate(file, 9 * PIECE_BYTES))
-
-    def test_another_file_renamed_over_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        # What is open stays what it is, but its link count changes, and with it the time of its last change.
-        def replace(file: Path) -> None:
-            (file.parent / "new").write_bytes(b"x" * 5 * PIECE_BYTES)
-            (file.parent / "new").replace(file)
-
-        with pytest.raises(TrustError, match="f001 changed while it was read"):
-            self.change(tmp_path, monkeypatch, replace)
-
-    def test_another_size_than_when_it_was_listed(self, tmp_path: Path) -> None:
-        done = streams_of(tmp_path, make_files(tmp_path, [500] * 3))
-        os.truncate(tmp_path / "f002", 499)
-        with pytest.raises(TrustError, match="f002 changed size"):
-            run_streams(done)
-
-    def test_gone(self, tmp_path: Path) -> None:
-        done = streams_of(tmp_path, make_files(tmp_path, [500] * 3))
-        (tmp_path / "f002").unlink()
-        with pytest.raises(TrustError, match="f002 is missing"):
-            run_streams(done)
-
-
-def test_a_wrong_digest_stops_the_rest_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = make_files(tmp_path, [10 * PIECE_BYTES] + [PIECE_BYTES] * 100)
-    expected = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-    expected["f000"] = "0" * 64
-    sizes = {name: len(data) for name, data in contents.items()}
-    done = make_streams(find_root(tmp_path), sizes, algorithm="sha256", expected=expected)
-    failed = threading.Event()
-    open_file, stop = FileStream.open, streams._Work._stop
-
-    def wait_for_the_failure(stream: FileStream) -> None:
-        open_file(stream)
-        if stream.path != "f000":
-            assert failed.wait(30)
-
-    def stop_and_tell(work: streams._Work, error: BaseException | None) -> None:
-        stop(work, error)
-        failed.set()
-
-    monkeypatch.setattr(FileStream, "open", wait_for_the_failure)
-    monkeypatch.setattr(streams._Work, "_stop", stop_and_tell)
-    with pytest.raises(TrustError, match="f000 is not the file that was signed or pinned") as caught:
-        run_streams(done)
-    assert "0000000000000000..." in str(caught.value)
-    assert [stream.path for stream in done if stream.outcome] == []
-
-
-def test_expecting_nothing_of_a_file_is_a_bug_not_a_pass(tmp_path: Path) -> None:
-    contents = make_files(tmp_path, [500])
-    with pytest.raises(KeyError):
-        make_streams(find_root(tmp_path), {"f000": len(contents["f000"])}, algorithm="sha256", expected={})
-
-
-def test_a_disk_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(Exception, match=r"cannot read .*f00\d: Input/output error"):
-        run_streams(streams_of(tmp_path, make_files(tmp_path, [500] * 3)))
-
-
-def test_running_out_of_descriptors_is_a_resource_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> int:
-        raise OSError(24, "Too many open files")
-
-    done = streams_of(tmp_path, make_files(tmp_path, [500] * 3))
-    monkeypatch.setattr(os, "open", full)
-    with pytest.raises(ResourceError, match="Too many open files"):
-        run_streams(done)
-
-
 def test_more_files_than_fit_at_once_are_all_read(tmp_path: Path) -> None:
     contents = make_files(tmp_path, [number * 37 for number in range(3 * streams.FILES_IN_FLIGHT)])
     done = streams_of(tmp_path, contents)
@@ -393,18 +252,3 @@ def test_a_lone_large_file_gets_all_the_threads_of_blake3(tmp_path: Path, monkey
 def test_an_unknown_algorithm_is_a_bug() -> None:
     with pytest.raises(ValueError, match="md5"):
         make_hasher("md5")
-
-
-def write_at(file: Path, offset: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        opened.write(b"changed")
-
-
-def wait_for_a_tick(file: Path) -> None:
-    """Wait until a change of the file would get another time than it has: some kernels' clocks tick every 4 ms."""
-    probe = file.parent / "probe"
-    probe.touch()
-    while probe.stat().st_ctime_ns <= file.stat().st_ctime_ns:
-        probe.touch()
-    probe.unlink()
