@@ -1,7 +1,7 @@
 """Attaching: what is bound where, what is private, and what does not fit."""
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,80 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from appliance.descriptors import close_all
 from appliance.errors import PeerError, ResourceError
-from appliance.layout import Kind, Layout, Region, TensorEntry
-from appliance.layout import Path as TensorPath
-from appliance.slabs.interface import Mapping
-from appliance.slabs.memfd import MemfdBackend
+from appliance.layout import Layout, Region
 from appliance.tensors import homes, storage
 from appliance.tensors.attachment import attach
-from appliance.tensors.comparison import differences
 from appliance.tensors.homes import Stage
 from appliance.tensors.inventory import TensorError, walk
-from appliance.tensors.packing import Packed, pack
-from tests.tensors.modules import Box, Helper, Special, mapped
-
-
-class Shard:
-    """A packed module, mapped."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.packed: Packed = pack(module, MemfdBackend())
-        self.layout: Layout = self.packed.layout
-        self.mappings: list[Mapping] = mapped(self.packed)
-        close_all(self.packed.slabs)
-
-    def attach(self, module: Any, *, stage: Stage = "loaded", copy: bool = False) -> Any:
-        attach(module, self.layout, self.mappings, stage=stage, copy=copy)
-        return module
-
-    def close(self) -> None:
-        for mapping in self.mappings:
-            mapping.close()
-
-    @property
-    def mapped(self) -> bool:
-        return any(mapping.mapped for mapping in self.mappings)
-
-
-MakeShard = Callable[[nn.Module], Shard]
-
-
-@pytest.fixture
-def shard() -> Iterator[MakeShard]:
-    shards: list[Shard] = []
-
-    def make(module: nn.Module) -> Shard:
-        shards.append(Shard(module))
-        return shards[-1]
-
-    yield make
-    for made in shards:
-        made.close()
-
-
-def _model(*, tied: bool = True, device: str = "cpu") -> Any:
-    """Return a small model as they are: a tied head, a non-persistent buffer, a helper with a scale."""
-    with torch.device(device):
-        model = Box()
-        model.embed = nn.Embedding(4, 3)
-        model.head = nn.Linear(3, 4, bias=False)
-        model.register_buffer("frequencies", torch.rand(5), persistent=False)
-        model.method = Helper()
-        model.method.scale = torch.rand(())
-        if tied:
-            model.head.weight = model.embed.weight
-    return model
-
-
-def _skeleton(**options: Any) -> Any:
-    return _model(device="meta", **options)
+from tests.tensors.modules import Box, Special
+from tests.tensors.shards import MakeShard, buffer_as_attribute, small_model, small_skeleton
 
 
 def test_parameters_are_read_in_place_and_everything_else_is_a_private_copy(shard: MakeShard) -> None:
-    made = shard(_model())
-    one, other = made.attach(_skeleton()), made.attach(_skeleton())
+    made = shard(small_model())
+    one, other = made.attach(small_skeleton()), made.attach(small_skeleton())
     assert one.embed.weight.data_ptr() == other.embed.weight.data_ptr()
     for private, others in ((one.frequencies, other.frequencies), (one.method.scale, other.method.scale)):
         assert private.data_ptr() != others.data_ptr()
@@ -108,22 +47,22 @@ def _mapped_bytes() -> int:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_ties_are_the_shards_whatever_the_skeletons_are(shard: MakeShard, tied: bool) -> None:
-    model = shard(_model(tied=tied)).attach(_skeleton(tied=not tied))
+    model = shard(small_model(tied=tied)).attach(small_skeleton(tied=not tied))
     assert (model.embed.weight is model.head.weight) == tied
-    assert walk(model).slots.keys() == walk(_model()).slots.keys()
+    assert walk(model).slots.keys() == walk(small_model()).slots.keys()
 
 
 def test_where_the_shard_has_another_places_tensor_the_skeletons_class_is_of_no_account(shard: MakeShard) -> None:
-    skeleton = _skeleton(tied=False)
+    skeleton = small_skeleton(tied=False)
     skeleton.head.weight = Special(torch.ones(4, 3))
-    model = shard(_model()).attach(skeleton)
+    model = shard(small_model()).attach(skeleton)
     assert model.head.weight is model.embed.weight
     assert type(model.head.weight) is nn.Parameter
 
 
 def test_a_copy_leaves_nothing_mapped(shard: MakeShard) -> None:
-    made, original = shard(_model()), _model()
-    model = made.attach(_skeleton(), copy=True)
+    made, original = shard(small_model()), small_model()
+    model = made.attach(small_skeleton(), copy=True)
     made.close()
     assert not made.mapped
     with torch.no_grad():
@@ -212,21 +151,21 @@ def test_memory_formats_are_the_shards(shard: MakeShard) -> None:
 
 
 def test_surroundings_of_the_caller_do_not_matter(shard: MakeShard) -> None:
-    made = shard(_model())
+    made = shard(small_model())
     with torch.device("meta"), torch.inference_mode():
-        model = made.attach(_skeleton())
+        model = made.attach(small_skeleton())
     assert not any(slot.value.is_meta or slot.value.is_inference() for slot in walk(model).slots.values())
 
 
 def test_the_mappings_must_be_the_layouts_slabs(shard: MakeShard) -> None:
-    made = shard(_model())
+    made = shard(small_model())
     with pytest.raises(PeerError, match="slabs of"):
-        attach(_skeleton(), made.layout, [])
+        attach(small_skeleton(), made.layout, [])
     with pytest.raises(PeerError, match="slabs of"):
-        attach(_skeleton(), made.layout, [*made.mappings, *made.mappings])
+        attach(small_skeleton(), made.layout, [*made.mappings, *made.mappings])
     other = Layout((8192,), made.layout.regions, made.layout.entries)
     with pytest.raises(PeerError, match="slabs of"):
-        attach(_skeleton(), other, made.mappings)
+        attach(small_skeleton(), other, made.mappings)
 
 
 def _without_buffer(model: Any) -> None:
@@ -237,16 +176,6 @@ def _persistent(model: Any) -> None:
     buffer = model.frequencies
     del model.frequencies
     model.register_buffer("frequencies", buffer)
-
-
-def _as_attribute(model: Any) -> None:
-    buffer = model.frequencies
-    del model.frequencies
-    model.frequencies = buffer
-
-
-def _tied_modules(model: Any) -> None:
-    model.head = model.embed
 
 
 MISFITS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -274,14 +203,14 @@ MISFITS: dict[str, tuple[Callable[[Any], object], str]] = {
         r"embed\.weight \(here parameter tests\.tensors\.modules\.Special",
     ),
     "persistence": (_persistent, "here buffer .*, in the shard non-persistent buffer"),
-    "kind": (_as_attribute, "here attribute .*, in the shard non-persistent buffer"),
+    "kind": (buffer_as_attribute, "here attribute .*, in the shard non-persistent buffer"),
 }
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_what_does_not_fit_is_named_and_the_module_stays_what_it_was(shard: MakeShard, misfit: str) -> None:
     change, match = MISFITS[misfit]
-    made, module = shard(_model()), _model()
+    made, module = shard(small_model()), small_model()
     change(module)
     before = {path: slot.value for path, slot in walk(module).slots.items()}
     with pytest.raises(TensorError, match=match):
@@ -318,13 +247,13 @@ def test_a_skeleton_that_shares_a_module_where_the_shard_does_not_is_refused(sha
 
 
 def test_a_dtype_that_this_torch_does_not_know_is_refused(shard: MakeShard, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = shard(_model())
+    made = shard(small_model())
     known = {name: dtype for name, dtype in storage.DTYPES.items() if name != "float32"}
     monkeypatch.setattr(homes, "DTYPES", known)
     stages: tuple[Stage, ...] = ("loaded", "processed")
     for stage in stages:
         with pytest.raises(TensorError, match="float32"):
-            made.attach(_skeleton(), stage=stage)
+            made.attach(small_skeleton(), stage=stage)
 
 
 def test_no_memory_for_a_private_copy_is_an_error_and_the_module_stays_what_it_was(shard: MakeShard) -> None:
@@ -339,76 +268,6 @@ def test_no_memory_for_a_private_copy_is_an_error_and_the_module_stays_what_it_w
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert model.large.is_meta
-
-
-# What engines do to modules after loading.
-def _process(model: Any) -> None:
-    model.embed.weight = nn.Parameter(model.embed.weight.data.T.contiguous().to(torch.bfloat16), requires_grad=False)
-    del model.head.weight  # merged into another
-    model.head.register_parameter("scale", nn.Parameter(torch.ones(1), requires_grad=False))
-    model.head.register_buffer("zero", torch.ones(2), persistent=False)
-    model.head.workspace = torch.ones(3)
-    model.method.scale = model.method.scale.reshape(1, 1)
-    model.method.cache = torch.ones(4)
-    _as_attribute(model)
-
-
-def test_a_processed_shard_may_have_replaced_added_and_removed_tensors(shard: MakeShard) -> None:
-    original, model = _model(tied=False), _model(tied=False)
-    for name, slot in walk(original).slots.items():
-        slot.value.data.copy_(walk(model).slots[name].value)
-    _process(original)
-    _process(model)
-    made = shard(model)
-    with pytest.raises(TensorError, match=r"have no place.*differ from it.*not in the shard"):
-        made.attach(_skeleton())
-    attached = made.attach(_skeleton(tied=False), stage="processed")
-    assert differences(attached, original) == []
-    assert "weight" not in dict(attached.head.named_parameters())
-
-
-def test_a_processed_shard_of_a_class_that_the_skeleton_lacks_is_refused(shard: MakeShard) -> None:
-    model = _model()
-    model.head.weight = Special(torch.ones(4, 3))
-    with pytest.raises(TensorError, match=r"head\.weight .*Special"):
-        shard(model).attach(_skeleton(), stage="processed")
-
-
-PLACELESS: dict[str, TensorPath] = {
-    "an unknown module": ("nowhere", "weight"),
-    "a place in a list": ("listed", 5),
-    "a place in a dict": ("table", 5),
-    "a module's name": ("embed",),
-    "a dunder": ("embed", "__class__"),
-    "a dunder of a helper": ("method", "__dict__"),
-    "a dotted name": ("a.b",),
-    "an object without attributes": ("number", "real"),
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        pytest.param(("method", "weight"), "parameter", id="a parameter of a helper"),
-        *(pytest.param(path, "attribute", id=place) for place, path in PLACELESS.items()),
-    ],
-)
-def test_a_processed_shard_puts_nothing_where_nothing_can_be(shard: MakeShard, path: TensorPath, kind: Kind) -> None:
-    made = shard(_model())
-    first = made.layout.entries[0]
-    entry = TensorEntry(path, kind, False, first.spec, first.region, first.offset_bytes, 0)
-    layout = Layout(made.layout.slab_sizes, made.layout.regions, (*made.layout.entries, entry))
-    skeleton = _skeleton()
-    skeleton.listed, skeleton.table, skeleton.number = [Helper()], {1: Helper()}, 5
-    with pytest.raises(TensorError, match="have no place"):
-        attach(skeleton, layout, made.mappings, stage="processed")
-
-
-def test_a_processed_shard_does_not_remove_what_helpers_hold(shard: MakeShard) -> None:
-    made, skeleton = shard(_model()), _skeleton()
-    skeleton.method.extra = torch.ones(1, device="meta")
-    with pytest.raises(TensorError, match=r"method\.extra are in this module and not in the shard"):
-        made.attach(skeleton, stage="processed")
 
 
 def test_a_region_that_a_layout_calls_shared_is_mapped_and_one_that_it_does_not_is_copied(shard: MakeShard) -> None:
