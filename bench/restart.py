@@ -82,7 +82,7 @@ async def _start(units: Supervisor, http: aiohttp.ClientSession, outcome: str, s
 def table(found: dict[str, list[dict[str, float]]]) -> list[tuple[str, float, float]]:
     """Return each phase's median seconds, from disk and attached."""
     rows = [*PHASES, ("start to READY=1", ("ready",))]
-    return [(name, *(_median(found[outcome], keys) for outcome in ("donated", "hit"))) for name, keys in rows]
+    return [(name, _median(found["donated"], keys), _median(found["hit"], keys)) for name, keys in rows]
 
 
 def _median(starts: list[dict[str, float]], keys: tuple[str, ...]) -> float:

@@ -29,7 +29,7 @@ def resharded(checkpoint: Path, folder: Path, shards: int) -> Path:
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = list(read_tensors(checkpoint).items())
     files = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, file in enumerate(files):
         part = dict(tensors[number::shards])
         save_file(part, folder / file, metadata={"format": "pt"})
