@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 from appliance.checkpoint.streams import OnProgress, Progress
-from appliance.quantities import format_size
 
 
 def in_words(doing: str, progress: Progress) -> str:
     """Return a line like `loading 34/66 files, 12.3 GiB verified`."""
-    return f"{doing} {progress.files_done}/{progress.files_total} files, {format_size(progress.bytes_done)} verified"
+    return f"{doing} {progress} verified"
 
 
 def telling(doing: str, tell: Callable[[str], None]) -> OnProgress:
