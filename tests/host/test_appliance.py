@@ -245,7 +245,7 @@ def test_stopped_weights_are_freed_their_engine_first_and_stay_stopped(host: Hos
     assert int(engine[order[1]]) <= int(weights[order[1]])
     # Nothing that watches starts them again.
     for suffix in ("path", "timer", "service"):
-        assert host.state(f"checkpoint@{MODEL}.{suffix}") == "inactive"
+        host.wait_for_state(f"checkpoint@{MODEL}.{suffix}", "inactive")
     host.machine.systemctl("start", WEIGHTS, timeout_s=120)
     for suffix in ("path", "timer"):
         assert host.state(f"checkpoint@{MODEL}.{suffix}") == "active"
@@ -299,7 +299,7 @@ def test_of_two_models_one_is_removed_and_freed_and_the_other_never_notices(
         host.put_manifest(BASE)
         host.apply()
         for unit in (f"weights@{OTHER}.service", f"engine@{OTHER}.service", f"checkpoint@{OTHER}.path"):
-            assert host.state(unit) == "inactive"
+            host.wait_for_state(unit, "inactive")
         assert host.held_bytes() == held and host.pid(ENGINE) == engine
     assert set(stream.outcomes) == {"answered"}
     assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
