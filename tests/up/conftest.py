@@ -1,4 +1,4 @@
-"""A stage for each test, in a folder whose path is short enough for sockets."""
+"""A stage and a troupe for each test, in a folder whose path is short enough for sockets."""
 
 import signal
 import tempfile
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.up.stage import Stage
+from tests.up.troupe import Play
 
 
 @pytest.fixture
@@ -19,6 +20,11 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def stage(folder: Path) -> Stage:
     return Stage(folder)
+
+
+@pytest.fixture
+def play(folder: Path) -> Play:
+    return Play(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Where units play: what they said and did, and means to wait for it."""
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -96,6 +97,25 @@ async def running(unit: Unit, scenario: Callable[[Unit], Awaitable[T]]) -> T:
         return await scenario(unit)
     finally:
         await unit.stop()
+
+
+def play(stage: Stage, unit_steps: tuple[str, ...], scenario: Any, **settings: Any) -> Unit:
+    """Run one unit through a scenario; return it, stopped."""
+
+    async def whole() -> Unit:
+        unit = stage.unit(described("weights@chat", *unit_steps, **settings))
+        await running(unit, scenario)
+        return unit
+
+    unit = stage.play(whole())
+    assert not any(stage.bugs)
+    return unit
+
+
+def report(path: Path) -> dict[str, Any]:
+    """Return what a unit reported to a file."""
+    body: dict[str, Any] = json.loads(path.read_text())
+    return body
 
 
 def ends(pid: int) -> bool:

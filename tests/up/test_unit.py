@@ -1,41 +1,23 @@
+"""One unit, from its start to its end: states, restarts, time limits, who may speak for it."""
+
 import asyncio
-import json
 import signal
 import socket
 import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from appliance.errors import NOT_CURED_BY_RESTART
 from appliance.up.description import Kind, Result, State
 from appliance.up.unit import Unit
-from tests.up.stage import Stage, described, ends, running
-
-
-def play(stage: Stage, unit_steps: tuple[str, ...], scenario: Any, **settings: Any) -> Unit:
-    """Run one unit through a scenario; return it, stopped."""
-
-    async def whole() -> Unit:
-        unit = stage.unit(described("weights@chat", *unit_steps, **settings))
-        await running(unit, scenario)
-        return unit
-
-    unit = stage.play(whole())
-    assert not any(stage.bugs)
-    return unit
+from tests.up.stage import Stage, described, ends, play, report, running
 
 
 def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/exe").exists()
-
-
-def report(path: Path) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(path.read_text())
-    return body
 
 
 def test_a_unit_is_active_only_once_it_says_so(stage: Stage) -> None:
@@ -161,57 +143,6 @@ def test_asking_for_less_time_than_there_is_takes_none_away(stage: Stage) -> Non
     play(stage, ("notify EXTEND_TIMEOUT_USEC=1", "sleep 0.3", "ready", "wait"), scenario)
 
 
-def test_a_watchdog_that_is_fed_lets_it_live(stage: Stage) -> None:
-    async def scenario(unit: Unit) -> None:
-        await stage.until(lambda: "fed" in stage.lines)
-        assert (unit.state, unit.status().starts) == (State.ACTIVE, 1)
-
-    play(stage, ("ready", "feed 23 0.1", "say fed", "feed 100 0.1"), scenario, watchdog_s=2.0)
-
-
-def test_a_watchdog_that_is_no_longer_fed_kills_it(stage: Stage) -> None:
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.AUTO_RESTART)
-        assert unit.status().result is Result.WATCHDOG
-        assert unit.status().exit_status == -signal.SIGABRT
-
-    play(stage, ("ready", "feed 2 0.05", "wait"), scenario, watchdog_s=0.4)
-
-
-def test_a_watchdog_that_was_never_fed_kills_it_too(stage: Stage) -> None:
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.AUTO_RESTART)
-        assert unit.status().result is Result.WATCHDOG
-
-    play(stage, ("ready", "wait"), scenario, watchdog_s=0.3)
-
-
-def test_a_watchdog_does_not_bite_before_the_unit_is_ready(stage: Stage) -> None:
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        assert unit.status().starts == 1
-
-    play(stage, ("notify WATCHDOG=1", "sleep 0.5", "ready", "feed 100 0.05"), scenario, watchdog_s=0.3)
-
-
-def test_a_unit_may_pull_its_own_watchdog(stage: Stage) -> None:
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.AUTO_RESTART)
-        assert unit.status().result is Result.WATCHDOG
-
-    play(stage, ("ready", "notify WATCHDOG=trigger", "wait"), scenario, watchdog_s=60.0)
-
-
-def test_feeding_that_waits_in_the_socket_is_heard_before_the_watchdog_bites(stage: Stage) -> None:
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        time.sleep(1.5)  # noqa: ASYNC251  # the supervisor itself was held up, as by Ctrl-Z
-        await stage.until(lambda: "fed" in stage.lines)
-        assert (unit.state, unit.status().starts) == (State.ACTIVE, 1)
-
-    play(stage, ("ready", "feed 20 0.1", "say fed", "feed 100 0.1"), scenario, watchdog_s=1.0)
-
-
 def test_a_stop_asks_first_and_lets_it_finish(stage: Stage) -> None:
     async def scenario(unit: Unit) -> None:
         await stage.until_state(unit, State.ACTIVE)
@@ -254,117 +185,6 @@ def test_what_a_dead_main_process_left_is_killed_before_the_next_start(stage: St
 
     play(stage, (f"spawn {stage.directory}/child {session}", "ready", "wait"), scenario)
     assert alive_at_second_start == [False]
-
-
-def test_memory_files_outlive_a_main_process_that_is_killed_with_their_contents(stage: Stage) -> None:
-    path = stage.directory / "report"
-
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        for start in range(2, 5):
-            path.unlink()
-            unit.send(signal.SIGKILL)
-            await stage.until_state(unit, State.ACTIVE, starts=start)
-            assert report(path)["held"] == {f"slab-{index}": f"bytes-{index}" for index in range(200)}
-        assert unit.status().stored == 200
-
-    steps = ("store-once slab bytes 200", "barrier", f"report {path}", "ready", "wait")
-    assert play(stage, steps, scenario, store_limit=300).status().stored == 0
-    assert report(path)["environment"]["FDSTORE"] == "300"
-
-
-def test_what_was_stored_with_the_last_breath_is_kept(stage: Stage) -> None:
-    path = stage.directory / "report"
-
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        assert report(path)["held"] == {f"slab-{index}": f"bytes-{index}" for index in range(5)}
-
-    die = f"unless {stage.directory}/died die SIGKILL"
-    play(stage, ("store-once slab bytes 5", die, f"report {path}", "ready", "wait"), scenario, store_limit=10)
-
-
-def test_a_restart_keeps_the_store_and_a_stop_drops_it(stage: Stage) -> None:
-    path = stage.directory / "report"
-
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        path.unlink()
-        await unit.restart()
-        await stage.until_state(unit, State.ACTIVE)
-        assert list(report(path)["held"]) == ["slab-1", "slab-0"]
-        await unit.stop()
-        assert unit.status().stored == 0
-        path.unlink()
-        await unit.start()
-        await stage.until_state(unit, State.ACTIVE)
-        assert report(path)["held"] == {}
-
-    steps = ("unless {0}/stored store slab bytes 2", "barrier", "report {0}/report", "ready", "wait")
-    play(stage, tuple(step.format(stage.directory) for step in steps), scenario, store_limit=10)
-
-
-def test_a_restart_keeps_the_store_of_one_that_had_to_be_killed_for_it(stage: Stage) -> None:
-    path = stage.directory / "report"
-
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        path.unlink()
-        await unit.restart()
-        await stage.until_state(unit, State.ACTIVE)
-        assert list(report(path)["held"]) == ["slab-0"]
-
-    steps = ("ignore SIGTERM", "store-once slab bytes", "barrier", f"report {path}", "ready", "wait")
-    play(stage, steps, scenario, store_limit=10, stop_timeout_s=0.2)
-
-
-def test_removed_descriptors_do_not_come_back(stage: Stage) -> None:
-    path = stage.directory / "report"
-
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        unit.send(signal.SIGKILL)
-        await stage.until_state(unit, State.ACTIVE, starts=2)
-        assert list(report(path)["held"]) == ["slab-1"]
-
-    once = f"unless {stage.directory}/stored store slab bytes 2"
-    steps = (once, "notify FDSTOREREMOVE=1 FDNAME=slab-0", f"report {path}", "ready", "wait")
-    play(stage, steps, scenario, store_limit=10)
-
-
-def test_more_than_the_store_takes_is_told_and_the_rest_is_kept(stage: Stage) -> None:
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-        assert unit.status().stored == 3
-
-    play(stage, ("store slab bytes 5", "barrier", "ready", "wait"), scenario, store_limit=3)
-    assert sum("store is full with 3" in event.text and event.serious for event in stage.events) == 2
-
-
-def test_a_unit_without_a_store_is_not_told_of_one(stage: Stage) -> None:
-    path = stage.directory / "report"
-
-    async def scenario(unit: Unit) -> None:
-        await stage.until_state(unit, State.ACTIVE)
-
-    play(stage, (f"report {path}", "ready", "wait"), scenario)
-    assert "FDSTORE" not in report(path)["environment"]
-
-
-def test_restarts_leak_no_descriptor(stage: Stage) -> None:
-    def open_count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    async def scenario(unit: Unit) -> None:
-        await stage.until(lambda: unit.status().starts == 5)
-        await stage.until_state(unit, State.AUTO_RESTART)
-        before = open_count()
-        await stage.until(lambda: unit.status().starts == 15)
-        await stage.until_state(unit, State.AUTO_RESTART)
-        assert open_count() == before
-
-    steps = ("store-once slab bytes 20", "barrier", "ready", "exit 1")
-    play(stage, steps, scenario, store_limit=30, slowest_restart_s=0.01)
 
 
 @pytest.mark.parametrize("access", ["main", "all"])
