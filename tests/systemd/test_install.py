@@ -31,7 +31,11 @@ LANDED = (
 
 def install(dest: Path, *arguments: str) -> str:
     # Without torch: where its files land is pip's affair.
-    environment: dict[str, str] = dict(os.environ) | {"DESTDIR": str(dest), "APPLIANCE_EXTRAS": "cuda", "PYTHON": _python()}
+    environment: dict[str, str] = dict(os.environ) | {
+        "DESTDIR": str(dest),
+        "APPLIANCE_EXTRAS": "cuda",
+        "PYTHON": _python(),
+    }
     command = [str(CHECKOUT / "install.sh"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
