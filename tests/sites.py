@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,10 +82,18 @@ class Site:
             if until_resident:
                 with self.client() as client:
                     client.describe(role="target", rank=0, wait_s=WAIT_S).configs.close()
+                self._wait_for_loaders_end()
             yield process
         finally:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=WAIT_S)
+
+    def _wait_for_loaders_end(self) -> None:
+        """The loader has its shard leased until it has exited."""
+        deadline = time.monotonic() + WAIT_S
+        while self.status()["leases"]:
+            assert time.monotonic() < deadline, "the loader does not end"
+            time.sleep(0.01)
 
     def start_keeper(self, **popen: Any) -> "subprocess.Popen[str]":
         argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(self.manifest), "--model", MODEL]
