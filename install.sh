@@ -187,7 +187,7 @@ uninstall() {
     rm -rf -- "$dest"/etc/systemd/system/{weights,engine,checkpoint}@*.{d,wants} "$dest/etc/systemd/system/appliance.target.wants"
     rm -f -- "$dest/usr/local/lib/sysusers.d/appliance.conf" "$dest/usr/local/lib/tmpfiles.d/appliance.conf" \
         "$dest/usr/local/bin/appliance"
-    rm -rf -- "${dest:?}$prefix" "$dest/var/lib/appliance-host" "$dest/var/cache/appliance"
+    rm -rf -- "$dest$prefix" "$dest/var/lib/appliance-host" "$dest/var/cache/appliance"
     [[ -n $dest ]] || systemctl daemon-reload
     say "gone. Left: /etc/appliance (manifest, keys), /var/lib/appliance (pins, canaries), the user appliance, and every" \
         "checkpoint with its signature"

@@ -341,7 +341,9 @@ def test_uninstalling_leaves_the_operators_files(host: Host) -> None:
     host.machine.run(["ls", *left])
     gone = ["/opt/appliance", "/usr/local/bin/appliance", "/usr/local/lib/systemd/system/weights@.service"]
     assert host.machine.run(["ls", *gone], check=False).stdout == ""
-    listed = host.machine.systemctl("list-unit-files", "--no-legend", "weights@*", "engine@*", "checkpoint@*")
+    listed = host.machine.systemctl(
+        "list-unit-files", "--no-legend", "weights@*", "engine@*", "checkpoint@*", check=False
+    )
     assert listed == ""
 
 
