@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from appliance.errors import NOT_CURED_BY_RESTART
 from appliance.host.plan import make_plan
 from appliance.host.unit_files import APPLIED, Link, applied_manifest, quoted, unit_files
 from appliance.inventory import Gpu
 from appliance.manifest.load import load_manifest
+from appliance.manifest.values import ModelName
 from tests.systemd.manifests import SHIPPED_SERVICES, SOURCE, UNITS, files_of, manifest_of, model, settings_of
 
 ETC = PurePosixPath("etc/systemd/system")
@@ -100,9 +102,17 @@ def test_a_value_cannot_become_a_setting(tmp_path: Path) -> None:
 
 
 def test_every_name_that_a_manifest_takes_is_a_plain_instance_name() -> None:
+    def is_accepted(name: str) -> bool:
+        try:
+            TypeAdapter(ModelName).validate_python(name)
+        except ValidationError:
+            return False
+        return True
+
+    accepted = {character for character in map(chr, range(0x250)) if is_accepted(f"a{character}")}
     # systemd-escape(1): what is not of these would have to be escaped.
-    allowed = set(string.ascii_letters + string.digits + ":_.-")
-    assert set("abcdefghijklmnopqrstuvwxyz0123456789._-") <= allowed
+    assert accepted and accepted <= set(string.ascii_letters + string.digits + ":_.-")
+    assert not is_accepted(".a")
 
 
 @pytest.mark.parametrize("path", [path for path in SHIPPED_SERVICES if path.name != "checkpoint@.service"], ids=str)
