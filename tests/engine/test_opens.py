@@ -40,7 +40,7 @@ def resharded(checkpoint: Path, folder: Path, shards: int) -> Path:
 
 def opened(site: Site) -> list[str]:
     """Attach in a traced process and return the files of the checkpoint that it opened, in order."""
-    argv = ["strace", "-f", "-qq", "-e", "trace=open,openat,openat2", "-o", str(site.folder / "trace")]
+    argv = ["strace", "-f", "--seccomp-bpf", "-qq", "-e", "trace=open,openat,openat2", "-o", str(site.folder / "trace")]
     argv += [sys.executable, "-c", ATTACH, str(site.manifest), MODEL]
     done = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "hit"
