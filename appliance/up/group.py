@@ -21,7 +21,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Member:
-    """A living process: its group and session, from /proc/PID/stat."""
+    """A process that has not been reaped: its group and session, from /proc/PID/stat."""
 
     pid: int
     group: int
@@ -73,7 +73,7 @@ def _killed(member: Member, belongs: Callable[[Member], bool]) -> Descriptor | N
         return None
     # Whoever has this number now keeps it while the descriptor is open: look again, then kill.
     again = _member(member.pid)
-    if again is None or not belongs(again):
+    if again is None or not belongs(again) or _has_ended(pidfd, 0.0):
         pidfd.close()
         return None
     try:
@@ -85,12 +85,14 @@ def _killed(member: Member, belongs: Callable[[Member], bool]) -> Descriptor | N
 
 
 def _all_end(pidfds: list[Descriptor], deadline: float) -> bool:
-    for pidfd in pidfds:
-        poll = select.poll()
-        poll.register(pidfd.fileno(), select.POLLIN)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            return False
-    return True
+    return all(_has_ended(pidfd, max(0.0, deadline - time.monotonic())) for pidfd in pidfds)
+
+
+def _has_ended(pidfd: Descriptor, timeout_s: float) -> bool:
+    # Of a process with threads /proc says "zombie" as soon as the first has ended; this is about the last.
+    poll = select.poll()
+    poll.register(pidfd.fileno(), select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _members() -> Iterator[Member]:
@@ -105,8 +107,8 @@ def _member(pid: int) -> Member | None:
     except OSError:
         return None
     # The name before the last ')' may contain anything, that character included.
-    state, _, group, session, *_ = stat[stat.rindex(b")") + 2 :].split()
-    return None if state in (b"Z", b"X") else Member(pid, int(group), int(session))
+    _, _, group, session, *_ = stat[stat.rindex(b")") + 2 :].split()
+    return Member(pid, int(group), int(session))
 
 
 def _marked(pid: int, start: bytes) -> bool:

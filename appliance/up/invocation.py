@@ -95,11 +95,10 @@ class Invocation:
                 await woken(self._wake, self._deadlines.next)
                 listen()  # also for what it sent with its last breath, descriptors included
                 self._step(process)
-        except BaseException:
-            process.kill_group()
-            raise
-        self.exit_status, self.all_gone = await process.end(timeout_s=KILL_TIMEOUT_S)
-        self._process = None
+        finally:
+            # Also after a bug of ours: nothing may be left that nobody looks after.
+            self.exit_status, self.all_gone = await process.end(timeout_s=KILL_TIMEOUT_S)
+            self._process = None
         self._conclude()
 
     def hear(self, message: Message) -> None:

@@ -53,7 +53,6 @@ class Printer:
             if len(self._queue) >= self._queue_lines:
                 self._dropped += 1
                 return
-            self._say_dropped()
             self._queue.append(f"{self._prefixes.get(name, f'{name} | ')}{before}{text}{after}\n")
             self._changed.notify()
 
@@ -79,16 +78,14 @@ class Printer:
         with self._changed:
             while not self._queue and not self._closing:
                 self._changed.wait()
-            self._say_dropped()
+            if self._dropped:
+                # In their place: all that is queued is older, and only what is taken now makes room for newer lines.
+                text = f"{self._dropped} lines dropped: the terminal took none"
+                self._queue.append(f"{self._prefixes[OWN_NAME]}{text}\n")
+                self._dropped = 0
             if not self._queue:
                 return None
             return "".join(self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_LINES)))
-
-    def _say_dropped(self) -> None:
-        # In the place of the lines it speaks of: whatever is queued is older, and what comes next is newer.
-        if self._dropped:
-            self._queue.append(f"{self._prefixes[OWN_NAME]}{self._dropped} lines dropped: the terminal took none\n")
-            self._dropped = 0
 
     def _write(self, text: str) -> None:
         if self._fd is None:

@@ -89,7 +89,8 @@ class Process:
             self._read_last(pipe)
             pipe.reading.close()
         self._pidfd.close()
-        return self._popen.poll(), gone
+        # Where all have ended this does not wait, and it must not come back without the status.
+        return self._popen.wait() if gone else self._popen.poll(), gone
 
     def _start(
         self,

@@ -92,8 +92,11 @@ class Unit:
     async def stop(self) -> None:
         """Return when all its processes are gone, and with them what is in its store."""
         async with self._changing:
-            await self._stop()
-            self._store.clear()
+            try:
+                await self._stop()
+            finally:
+                if self._life is None:
+                    self._store.clear()
             if self.state is not State.FAILED:
                 self._enter(State.INACTIVE, "")
 
@@ -130,11 +133,17 @@ class Unit:
         self._life.add_done_callback(lambda life: None if life.cancelled() else self._on_bug(life.exception()))
 
     async def _stop(self) -> None:
-        if (life := self._life) is not None:
-            self._want_stop()
-            # A caller that gives up waiting must not end the task that has a process to look after.
-            await asyncio.shield(life)
-            self._life = None
+        try:
+            if self._life is not None:
+                self._want_stop()
+                # A caller that gives up waiting must not end the task that has a process to look after.
+                await asyncio.shield(self._life)
+        finally:
+            if self._life is None or self._life.done():
+                self._life = None
+                self._close_socket()
+
+    def _close_socket(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -122,6 +122,21 @@ def test_a_reader_that_stops_reading_holds_nobody_up_and_learns_what_it_missed()
     assert len(kept) + sum(dropped) == 20_000
 
 
+def test_what_was_dropped_is_told_in_its_place() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb") as reader:
+        printer = Printer(file, names=NAMES, queue_lines=1000)
+        for number in range(20_000):
+            printer.line("weights@chat", f"{number:0100}")
+        got = reader.read1(1 << 16)
+        while b"after" not in got:  # as soon as there is room again
+            printer.line("weights@chat", "after")
+            got += reader.read1(1 << 16)
+        assert printer.close(timeout_s=TIMEOUT_S)
+    lines = got.decode().splitlines()
+    assert "lines dropped" in lines[lines.index("weights@chat | after") - 1]
+
+
 def test_where_nobody_reads_any_more_lines_go_nowhere_and_nothing_fails() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import NOT_CURED_BY_RESTART
-from appliance.up.description import Kind, Result, State
+from appliance.up.description import Event, Kind, Result, State
 from appliance.up.unit import Unit
-from tests.up.stage import Stage, described, ends, play, report, running
+from tests.up.stage import Stage, described, ends, play, report, running, until_file
 
 
 def is_alive(pid: int) -> bool:
@@ -105,6 +105,17 @@ def test_a_long_run_that_never_became_ready_did_not_go_well(stage: Stage) -> Non
     play(stage, ("sleep 0.2", "exit 1"), scenario, first_restart_s=0.01, slowest_restart_s=30.0, ran_well_s=0.1)
     told = [text for text in stage.texts(Kind.STATE) if "next start in" in text]
     assert told[1].endswith("next start in 0.02 s")
+
+
+def test_a_start_that_was_asked_for_forgets_the_failures_before_it(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until(lambda: unit.status().starts == 3)
+        await unit.restart()
+        await stage.until(lambda: unit.status().starts == 5)
+
+    play(stage, ("exit 1",), scenario, first_restart_s=0.01, slowest_restart_s=30.0)
+    told = [text for text in stage.texts(Kind.STATE) if "next start in" in text]
+    assert sum(text.endswith("in 0.01 s") for text in told) == 2
 
 
 def test_a_stop_during_the_pause_before_a_restart_does_not_wait_for_it(stage: Stage) -> None:
@@ -265,6 +276,32 @@ def test_a_unit_waits_for_what_it_needs_and_says_so(stage: Stage) -> None:
         await running(unit, waits)
 
     stage.play(scenario())
+
+
+def test_a_bug_of_ours_leaves_no_process_behind(stage: Stage) -> None:
+    pids: list[int | None] = []
+
+    async def scenario() -> None:
+        def hear(event: Event) -> None:
+            if event.state is State.DEACTIVATING:
+                pids.append(unit.status().pid)
+                raise ZeroDivisionError
+
+        stage.hear = hear  # type: ignore[method-assign]
+        unit = stage.unit(
+            described(
+                "weights@chat", "store slab x", f"report {stage.directory}/report", "ready", "wait", store_limit=1
+            )
+        )
+        await unit.start()
+        await until_file(stage.directory / "report")
+        with pytest.raises(ZeroDivisionError):
+            await unit.stop()
+        await unit.stop()
+
+    stage.play(scenario())
+    assert isinstance(stage.bugs[0], ZeroDivisionError)
+    assert pids[0] is not None and ends(pids[0])
 
 
 def test_a_unit_that_waits_can_be_stopped(stage: Stage) -> None:

@@ -57,3 +57,12 @@ def test_feeding_that_waits_in_the_socket_is_heard_before_the_watchdog_bites(sta
         assert (unit.state, unit.status().starts) == (State.ACTIVE, 1)
 
     play(stage, ("ready", "feed 20 0.1", "say fed", "feed 100 0.1"), scenario, watchdog_s=1.0)
+
+
+def test_a_watchdog_that_nobody_feeds_any_more_does_not_keep_a_stop_busy(stage: Stage) -> None:
+    async def scenario(unit: Unit) -> None:
+        await stage.until_state(unit, State.ACTIVE)
+
+    before = time.process_time()
+    play(stage, ("ignore SIGTERM", "ready", "wait"), scenario, watchdog_s=0.5, stop_timeout_s=2.0)
+    assert time.process_time() - before < 1.0
