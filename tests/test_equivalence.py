@@ -1,8 +1,9 @@
 """The real model gives the same tokens from disk, attached, and attached after its keeper was killed."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ class Silent:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, model_checkpoint: Path) -> Site:
     return Site(tmp_path_factory.mktemp("equivalence"), model_checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def models_are_gone() -> Iterator[None]:
+    """A model that has generated refers to itself, and its weights stay mapped until the collector finds it."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
