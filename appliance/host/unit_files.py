@@ -24,8 +24,6 @@ OWN_GROUP = "appliance"
 # For imports and compilation, on top of waiting for weights.
 OWN_START_S = 600.0
 
-# Thread pools that would otherwise each start one thread for every core of the host.
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 GPU_CONTROL_DEVICES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 
 # What the two processes of a model read. A change of one of these restarts that process, and of nothing else.
@@ -107,9 +105,7 @@ def _engine(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[
     yield from _access(manifest)
     if engine.cpus:
         yield "Service", "CPUAffinity", " ".join(map(str, sorted(engine.cpus)))
-    for variable in THREAD_VARIABLES if engine.threads is not None else ():
-        yield "Service", "Environment", quoted(f"{variable}={engine.threads}")
-    for variable, value in engine.environment.items():
+    for variable, value in (*engine.thread_environment.items(), *engine.environment.items()):
         yield "Service", "Environment", quoted(f"{variable}={value}")
     yield from _devices(model, gpus)
     yield from _recorded(model, ENGINE_SETTINGS)

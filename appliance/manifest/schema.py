@@ -25,6 +25,9 @@ from appliance.manifest.values import (
     Word,
 )
 
+# Thread pools that would otherwise each start one thread for every core of the host.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+
 DEFAULT_PATH = Path("/etc/appliance/appliance.yaml")
 
 
@@ -74,6 +77,11 @@ class Engine(Settings):
     environment: Mapping[EnvironmentName, Word] = Field(default={}, description="further environment variables")
     threads: Count | None = Field(default=None, description="threads that compute; left out, the engine decides")
     cpus: Cpus = Field(default=(), description='CPUs it may run on, like "0-3,8"; left out, all')
+
+    @property
+    def thread_environment(self) -> dict[str, str]:
+        """Return the environment variables that say how many threads compute; none where the engine decides."""
+        return {} if self.threads is None else dict.fromkeys(THREAD_VARIABLES, str(self.threads))
 
 
 class Health(Settings):

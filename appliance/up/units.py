@@ -18,8 +18,6 @@ _ENGINE_STOP_S = 60.0
 # Imports, compilation and graphs; waiting for weights comes on top.
 _ENGINE_START_S = 900.0
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-
 
 def units(manifest: Manifest, path: Path) -> tuple[UnitDescription, ...]:
     """Return keeper and engine of each model, keepers first; `path` is the manifest's own file.
@@ -64,11 +62,10 @@ def _weights(name: str, path: Path) -> UnitDescription:
 
 
 def _engine(name: str, model: Model, path: Path) -> UnitDescription:
-    threads = {} if model.engine.threads is None else dict.fromkeys(_THREAD_VARIABLES, str(model.engine.threads))
     return UnitDescription(
         name=f"engine@{name}",
         argv=_program("appliance.engine", path, name),
-        environment={"PYTHONUNBUFFERED": "1", **threads, **model.engine.environment},
+        environment={"PYTHONUNBUFFERED": "1", **model.engine.thread_environment, **model.engine.environment},
         needs=(f"weights@{name}",),
         cpus=tuple(sorted(model.engine.cpus)),
         start_timeout_s=model.wait_s + _ENGINE_START_S,
