@@ -139,6 +139,10 @@ class KeeperClient:
             self._channel.settimeout(REPLY_TIMEOUT_S)
             wire.send(self._channel, message)
 
+    def scrubbed(self, *, shard_id: str, damaged: Sequence[int]) -> None:
+        """Tell which slabs of a shard, attached over this connection, are not what was donated; none is good news."""
+        self._ask(wire.Scrubbed(shard_id=shard_id, damaged=list(damaged)), wire.Noted)
+
     def checkpoint_seen(self, refusal: str) -> None:
         """Tell the keeper why the checkpoint on disk is refused; an empty text says that it is the resident one."""
         self._ask(wire.CheckpointSeen(refusal=refusal[:2000]), wire.Noted)

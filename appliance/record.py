@@ -12,7 +12,7 @@ from typing import Any
 from appliance.errors import PeerError
 from appliance.fingerprint import Fingerprint
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 4 << 20
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLABS = 250
@@ -20,6 +20,7 @@ MAX_FILES = 10_000
 
 _SHARD_ID = re.compile(r"[0-9a-f]{16}")
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 # device, inode, size in bytes, mtime and ctime in nanoseconds
 FileFacts = tuple[int, int, int, int, int]
@@ -27,7 +28,10 @@ FileFacts = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One rank's weights: whose they are, what they came from, and the sizes of their slabs in bytes."""
+    """One rank's weights: whose they are, what they came from, and the sizes of their slabs in bytes.
+
+    `checksums` are those that its donor took of its slabs, one each, as tensors/checksum.py defines them; or none.
+    """
 
     shard_id: str
     role: str
@@ -37,6 +41,7 @@ class ShardRecord:
     target: Fingerprint
     signer: str
     slab_sizes: tuple[int, ...]
+    checksums: tuple[str, ...] = ()
     files: Mapping[str, FileFacts] = field(default_factory=dict)
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,6 +61,7 @@ class ShardRecord:
             "target": self.target.to_json(),
             "signer": self.signer,
             "slab_sizes": self.slab_sizes,
+            "checksums": self.checksums,
             "files": self.files,
             "phases_s": self.phases_s,
         }
@@ -96,12 +102,16 @@ def _from_json(header: Any) -> ShardRecord:
         "target",
         "signer",
         "slab_sizes",
+        "checksums",
         "files",
         "phases_s",
     }
     if unknown := header.keys() - known:
         raise ValueError(f"unknown field {min(unknown)[:64]!r}")
     slab_sizes = tuple(_count(size) for size in _list(header["slab_sizes"], MAX_SLABS))
+    checksums = tuple(_matching(_CHECKSUM, value) for value in _list(header["checksums"], MAX_SLABS))
+    if checksums and len(checksums) != len(slab_sizes):
+        raise ValueError(f"{len(checksums)} checksums of {len(slab_sizes)} slabs")
     return ShardRecord(
         shard_id=_matching(_SHARD_ID, header["shard_id"]),
         role=_matching(_WORD, header["role"]),
@@ -111,6 +121,7 @@ def _from_json(header: Any) -> ShardRecord:
         target=Fingerprint.from_json(header["target"]),
         signer=_text(header["signer"]),
         slab_sizes=slab_sizes,
+        checksums=checksums,
         files={_text(path, 4096): _file(facts) for path, facts in _object(header["files"], MAX_FILES).items()},
         phases_s={_text(name): _seconds(value) for name, value in _object(header["phases_s"], 64).items()},
     )

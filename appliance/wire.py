@@ -150,6 +150,15 @@ class Report(Message):
 
 
 @dataclass(frozen=True)
+class Scrubbed(Message):
+    """What a scrub found in a shard that this connection leases: the numbers of the slabs whose bytes changed."""
+
+    op: ClassVar[str] = "scrubbed"
+    shard_id: str
+    damaged: list[int]
+
+
+@dataclass(frozen=True)
 class CheckpointSeen(Message):
     """What a look at the checkpoint on disk found: why it is refused, or nothing where it is the resident one."""
 

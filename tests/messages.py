@@ -20,6 +20,7 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     dict[str, str]: st.dictionaries(_TEXT, _TEXT, max_size=4),
     dict[str, float]: st.dictionaries(_TEXT, _SECONDS, max_size=4),
     dict[str, Any]: st.dictionaries(_TEXT, st.none() | st.integers(-9, 9) | _TEXT | st.lists(_TEXT), max_size=4),
+    list[int]: st.lists(st.integers(-(1 << 61), 1 << 61), max_size=4),
     list[list[str]]: st.lists(st.lists(_TEXT, max_size=4), max_size=4),
 }
 

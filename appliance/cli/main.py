@@ -50,6 +50,7 @@ app.command("doctor")(host.doctor)
 app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("evict")(weights.evict)
+app.command("scrub")(weights.scrub)
 app.command("demo")(demo.demo)
 
 

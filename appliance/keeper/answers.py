@@ -6,7 +6,7 @@ from typing import Any
 
 from appliance import wire
 from appliance.errors import HostError, PeerError, ResourceError
-from appliance.events import INFO, WARNING, event
+from appliance.events import ERROR, INFO, WARNING, event
 from appliance.fingerprint import Fingerprint
 from appliance.keeper.connection import Connection, GoneError, RefuseError
 from appliance.keeper.custody import Custody
@@ -61,6 +61,8 @@ class Answers:
                 await self._donate(connection, packet)
             case wire.Report() as said:
                 self._report(connection, said)
+            case wire.Scrubbed() as said:
+                self._scrubbed(connection, said)
             case wire.CheckpointSeen() as said:
                 self._checkpoint_seen(connection, said)
             case wire.Evict() as asked:
@@ -218,6 +220,24 @@ class Answers:
             except ValueError as error:
                 raise PeerError(f"unknown reason {said.reason[:40]!r}") from error
             self._judge(connection, refused(reason, printable(said.detail[:MAX_DETAIL_CHARS])))
+
+    def _scrubbed(self, connection: Connection, said: wire.Scrubbed) -> None:
+        shard = self._holdings.shard_of_id(said.shard_id)
+        if shard is None or all(lease.shard_id != said.shard_id for lease in connection.leases):
+            raise RefuseError(refused(Reason.UNKNOWN_SHARD, "this client has no such weights attached"))
+        if not set(said.damaged) <= set(range(len(shard.slabs))):
+            raise PeerError(f"scrub of slabs that the shard has not: {len(shard.slabs)} are held")
+        self._holdings.note_scrub(shard, sorted(set(said.damaged)))
+        slabs = ", ".join(map(str, sorted(set(said.damaged))))
+        event(
+            f"scrub by {connection.client}: {shard.record.role} rank {shard.record.rank} "
+            + (f"is DAMAGED in slab {slabs}" if slabs else "is intact"),
+            priority=ERROR if slabs else INFO,
+            model=self._model,
+            pid=connection.peer.pid,
+            root_digest=shard.record.fingerprint.root_digest,
+        )
+        connection.send(wire.Noted())
 
     def _checkpoint_seen(self, connection: Connection, said: wire.CheckpointSeen) -> None:
         _only_owner(connection, "say what is on disk")

@@ -27,13 +27,24 @@ class HoldingsCollector(Collector):
         held = GaugeMetricFamily("appliance_weights_bytes", "Bytes of weights held", labels=labels)
         loads = GaugeMetricFamily("appliance_load_seconds", "How long the last load took", labels=labels)
         verifications = GaugeMetricFamily("appliance_verification_seconds", "Of it, reading and hashing", labels=labels)
+        scrubbed = GaugeMetricFamily(
+            "appliance_last_scrub_timestamp_seconds", "When resident bytes were last compared", labels=labels
+        )
+        damaged = GaugeMetricFamily("appliance_damaged_slabs", "Slabs that the last scrub found changed", labels=labels)
         for shard in holdings.shards():
             record = shard.record
             values = [self._model, record.role, str(record.rank), record.device]
             held.add_metric(values, record.size_bytes)
             loads.add_metric(values, record.phases_s.get("load", 0.0))
             verifications.add_metric(values, record.phases_s.get("verify", 0.0))
-        yield from (held, loads, verifications)
+            if (scrub := holdings.scrub(shard)) is not None:
+                scrubbed.add_metric(values, scrub.time)
+                damaged.add_metric(values, len(scrub.damaged))
+        yield from (held, loads, verifications, scrubbed, damaged)
+        scrubs = CounterMetricFamily("appliance_scrubs", "Shards compared with checksums", labels=["model", "result"])
+        for result, count in holdings.scrub_counts.items():
+            scrubs.add_metric([self._model, result], count)
+        yield scrubs
         resident = holdings.state is State.RESIDENT
         yield _gauge("appliance_resident", "1 when every shard is resident", self._model, float(resident))
         yield _gauge("appliance_leases", "Processes that have a shard mapped", self._model, len(holdings.leases))

@@ -14,6 +14,7 @@ from appliance.verdict import Outcome, Verdict
 
 SlotKey = tuple[str, int]
 REMEMBERED_VERDICTS = 20
+SHOWN_SLABS = 20
 
 
 class State(StrEnum):
@@ -22,6 +23,17 @@ class State(StrEnum):
     EMPTY = "empty"
     LOADING = "loading"
     RESIDENT = "resident"
+
+
+@dataclass(frozen=True)
+class Scrub:
+    """When a shard's bytes were last compared with its checksums, and the slabs that differed then."""
+
+    damaged: tuple[int, ...]
+    time: float = field(default_factory=time.time)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"time": self.time, "damaged": list(self.damaged[:SHOWN_SLABS])}
 
 
 @dataclass(eq=False)
@@ -63,6 +75,8 @@ class Holdings:
         self.leases: set[Lease] = set()
         self.verdicts: deque[dict[str, Any]] = deque(maxlen=REMEMBERED_VERDICTS)
         self.verdict_counts: Counter[tuple[str, str]] = Counter()
+        self.scrub_counts: Counter[str] = Counter()
+        self._scrubs: dict[str, Scrub] = {}
         self.progress = ""
         self.trouble = ""
         self.refusal = ""
@@ -131,6 +145,8 @@ class Holdings:
     def take(self, key: SlotKey) -> Shard | None:
         """Empty a slot; the caller owns what was in it."""
         shard = self._shards.pop(key, None)
+        if shard is not None:
+            self._scrubs.pop(shard.record.shard_id, None)
         self.touch()
         return shard
 
@@ -170,6 +186,16 @@ class Holdings:
         reason = "" if verdict.reason is None else str(verdict.reason)
         self.verdict_counts[str(verdict.outcome), reason] += 1
         self.verdicts.append({"client": client, "time": time.time(), **verdict.to_json()})
+
+    def note_scrub(self, shard: Shard, damaged: Iterable[int]) -> None:
+        """Remember what a scrub found, for status and metrics."""
+        scrub = self._scrubs[shard.record.shard_id] = Scrub(tuple(damaged))
+        self.scrub_counts["damaged" if scrub.damaged else "intact"] += 1
+        self.touch()
+
+    def scrub(self, shard: Shard) -> Scrub | None:
+        """Return what the last scrub of a shard found; None where this keeper has seen none."""
+        return self._scrubs.get(shard.record.shard_id)
 
     def touch(self) -> None:
         """Wake whoever waits for a change."""

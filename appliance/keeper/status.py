@@ -59,6 +59,7 @@ def _status(
                 "size_bytes": shard.record.size_bytes,
                 "slabs": len(shard.slabs),
                 "phases_s": _some(shard.record.phases_s, chars),
+                "scrub": None if (scrub := holdings.scrub(shard)) is None else scrub.to_json(),
             }
             for shard in holdings.shards()
         ],

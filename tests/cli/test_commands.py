@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.checkpoints import make_checkpoint
+from tests.keeper.serving import Serving, give
 from tests.sites import MODEL, Site
 
 
@@ -110,6 +111,27 @@ def test_status_and_evict_of_a_keeper_that_runs(site: Site) -> None:
         assert call("evict", MODEL, "--manifest", site.manifest).startswith(f"{MODEL}: freed ")
         found = json.loads(call("status", "--json", "--manifest", site.manifest))["models"][MODEL]
         assert found["size_bytes"] == 0
+
+
+def test_a_scrub_of_weights_that_are_intact_damaged_and_gone(site: Site) -> None:
+    with site.keeper():
+        assert "target rank 0 on cpu: intact (" in call("scrub", MODEL, "--manifest", site.manifest)
+        found = json.loads(call("scrub", MODEL, "--json", "--manifest", site.manifest))
+        assert (found["damaged"], [shard["damaged"] for shard in found["shards"]]) == (False, [[]])
+        with site.client() as client:
+            client.evict(force=False)
+        assert "no weights are resident" in call("scrub", MODEL, "--manifest", site.manifest, status=69)
+    assert "no keeper answers" in call("scrub", MODEL, "--manifest", site.manifest, status=75)
+
+
+def test_a_scrub_names_the_slab_whose_bytes_changed(site: Site) -> None:
+    runtime = site.folder / "runtime" / MODEL
+    runtime.mkdir(parents=True)
+    with Serving(runtime) as serving:
+        give(serving, checksums=("0" * 16, "1" * 16))
+        said = call("scrub", MODEL, "--manifest", site.manifest, status=77)
+        assert "target rank 0: slab 0, 1" in said
+        assert f"appliance evict {MODEL}" in said
 
 
 def test_unknown_commands_models_and_options_are_usage_errors(site: Site) -> None:

@@ -12,6 +12,7 @@ import pytest
 from appliance import configs, memfd, wire
 from appliance.client import RefusedError
 from appliance.descriptors import close_all
+from appliance.errors import PeerError
 from appliance.fingerprint import Difference, Fingerprint
 from appliance.keeper.holdings import State
 from appliance.verdict import Outcome, Reason, Verdict, refused
@@ -366,3 +367,32 @@ def test_why_the_checkpoint_on_disk_is_refused_is_kept_until_it_is_the_resident_
         owner.checkpoint_seen("")
         assert (owner.status()["refused"], owner.status()["trouble"]) == (False, "")
     assert serving.holdings.shard(("target", 0)) is shard
+
+
+def test_a_scrub_is_believed_only_of_what_its_client_has_attached(serving: Serving) -> None:
+    shard = serving.put(shard_of())
+    with serving.connect() as client:
+        assert reason_of(lambda: client.scrubbed(shard_id=shard.record.shard_id, damaged=[0])) is Reason.UNKNOWN_SHARD
+        attach(client, fingerprint_of(TARGET))
+        assert reason_of(lambda: client.scrubbed(shard_id="0" * 16, damaged=[0])) is Reason.UNKNOWN_SHARD
+        assert serving.holdings.scrub(shard) is None
+        client.scrubbed(shard_id=shard.record.shard_id, damaged=[1, 0, 1])
+        assert client.status()["shards"][0]["scrub"]["damaged"] == [0, 1]
+
+
+@pytest.mark.parametrize("damaged", [[2], [-1], [1 << 61]])
+def test_a_scrub_of_slabs_that_are_not_there_breaks_the_protocol(serving: Serving, damaged: list[int]) -> None:
+    shard = serving.put(shard_of())
+    with serving.connect() as client:
+        attach(client, fingerprint_of(TARGET))
+        with pytest.raises(PeerError):
+            client.scrubbed(shard_id=shard.record.shard_id, damaged=damaged)
+    assert not serving.call(lambda: serving.holdings.scrub_counts)
+
+
+def test_what_a_scrub_found_goes_with_the_shard(serving: Serving) -> None:
+    shard = serving.put(shard_of())
+    serving.call(lambda: serving.holdings.note_scrub(shard, [0]))
+    serving.call(lambda: serving.holdings.take(shard.slot))
+    assert serving.call(lambda: serving.holdings.scrub(shard)) is None
+    shard.close()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -96,6 +97,8 @@ def test_metrics_parse_and_say_what_is_held_and_how_attaches_ended() -> None:
         refused(Reason.FILE_DIFFERS),
     ):
         holdings.judge(verdict, client='an "engine"\n')
+    for slabs in ([], [0, 2]):
+        holdings.note_scrub(shard, slabs)
     holdings.refusal = "bad signature"
     bodies: list[str] = []
 
@@ -114,6 +117,10 @@ def test_metrics_parse_and_say_what_is_held_and_how_attaches_ended() -> None:
     assert found[("appliance_leases", (model,))] == 1
     assert found[("appliance_resident", (model,))] == 0
     assert found[("appliance_checkpoint_refused", (model,))] == 1
+    assert found[("appliance_scrubs_total", (model, ("result", "intact")))] == 1
+    assert found[("appliance_scrubs_total", (model, ("result", "damaged")))] == 1
+    assert found[("appliance_damaged_slabs", shard_labels)] == 2
+    assert abs(found[("appliance_last_scrub_timestamp_seconds", shard_labels)] - time.time()) < 60
     attaches = {
         (dict(labels)["verdict"], dict(labels)["reason"]): value
         for (name, labels), value in found.items()

@@ -44,6 +44,7 @@ def test_a_resident_shard_is_described() -> None:
             "size_bytes": 3 * 4096,
             "slabs": 3,
             "phases_s": {"load": 1.5, "verify": 0.5},
+            "scrub": None,
         }
     ]
     assert body["root_digest"] == root_digest(holdings) == TARGET.root_digest
@@ -102,3 +103,15 @@ def test_the_oldest_leases_are_shown_first() -> None:
     leases = said(holdings)["leases"]
     assert isinstance(leases, list)
     assert [lease["client"] for lease in leases] == ["at 1.0", "at 2.0", "at 3.0"]
+
+
+def test_a_status_fits_however_many_slabs_were_damaged() -> None:
+    holdings = Holdings()
+    holdings.lay_out(slots(64))
+    shards = [shard_of(rank=rank, slabs=200) for rank in range(4)]
+    for shard in shards:
+        holdings.put(shard)
+        holdings.note_scrub(shard, range(200))
+    assert len(said(holdings)["shards"][0]["scrub"]["damaged"]) == 20  # type: ignore[index]
+    for shard in shards:
+        shard.close()
