@@ -38,11 +38,11 @@ PARTS = (
     ),
     *("checkpoint", "manifest", "slabs", "layout", "configs"),
     *("fingerprint", "progress", "record", "verdict", "wire", "target", "client", "canary"),
-    *("keeper", "tensors"),
-    *("engine", "loader"),
+    *("keeper", "tensors", "handover"),
+    *("engine", "vllm", "loader"),
     *("up", "host", "demo", "cli", "__main__"),
 )
-TORCH_PARTS = ("tensors", "engine", "loader", "demo")  # these alone may need the extra `engine`
+TORCH_PARTS = ("tensors", "handover", "engine", "vllm", "loader", "demo")  # these alone may need the extra `engine`
 TORCH = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "accelerate", "huggingface_hub"}
 # The keeper holds weights for months in under 50 MB. What these would do for it, a child process does.
 NOT_IN_KEEPER = TORCH | {"pydantic", "yaml", "cryptography", "blake3", "typer", "rich"}

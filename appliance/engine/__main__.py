@@ -26,7 +26,7 @@ from appliance.verdict import Outcome
 if TYPE_CHECKING:
     from appliance.engine.generation import LanguageModel
     from appliance.engine.lease import Lease
-    from appliance.engine.weights import Weights
+    from appliance.handover.weights import Weights
 
 WAIT_EXTENSION_S = 120.0
 DEFAULT_WATCHDOG_S = 60.0

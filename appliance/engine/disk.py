@@ -3,7 +3,6 @@
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,10 +10,10 @@ import torch
 from appliance import configs
 from appliance.checkpoint.reader import read_verified
 from appliance.checkpoint.safetensors import TensorInfo
-from appliance.checkpoint.stat_record import FileStat
 from appliance.engine.device import device_of
 from appliance.engine.model import load
 from appliance.errors import ConfigError, ResourceError
+from appliance.handover.source import Loaded
 from appliance.progress import telling
 from appliance.quantities import format_size
 from appliance.target import Target
@@ -33,16 +32,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model in private memory, the configs it was built from, and a stat of each file at its verification."""
-
-    module: torch.nn.Module
-    configs: dict[str, bytes]
-    files: dict[str, FileStat]
-    phases_s: dict[str, float]
 
 
 def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda text: None) -> Loaded:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from appliance.engine import disk
-from appliance.engine.weights import Weights, obtain
+from appliance.engine.weights import obtain
 from appliance.errors import ApplianceError, MissError, ResourceError, TrustError
+from appliance.handover.weights import Weights
 from appliance.tensors.comparison import differences
 from appliance.verdict import Outcome
 from tests.sites import Site

@@ -1,0 +1,1 @@
+"""Attach or donate: the one way by which every engine, and its loader, comes to weights. Needs torch."""
