@@ -3,7 +3,7 @@
 Weights that nobody but a keeper or PID 1 holds belong to no process: NVML counts them as used, and lists nobody.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,17 @@ class GpuProcess:
 
     pid: int
     used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class GpuPart:
+    """A part of a GPU in MIG mode, which processes use in the GPU's place; memory as of a whole one."""
+
+    uuid: str
+    model: str
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,11 @@ class GpuState:
     persistence_mode: bool | None
     mig_mode: bool | None
     processes: tuple[GpuProcess, ...]
+    parts: tuple[GpuPart, ...] = ()
+
+    def place(self, uuid: str) -> "GpuState | GpuPart | None":
+        """Return this GPU, or the part of it, that has this UUID; None where neither has."""
+        return self if uuid == self.uuid else next((part for part in self.parts if part.uuid == uuid), None)
 
     @property
     def unattributed_bytes(self) -> int | None:
@@ -78,11 +94,11 @@ def _load_nvml() -> Any:
 
 def _state(nvml: Any, index: int, driver_version: str) -> GpuState:
     device = nvml.nvmlDeviceGetHandleByIndex(index)
-    # Version 2 counts what the driver keeps for itself apart, as nvidia-smi does.
-    memory = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
+    memory = _memory(nvml, device)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(device)
     persistence = _optional(nvml, lambda: nvml.nvmlDeviceGetPersistenceMode(device))
     mig = _optional(nvml, lambda: nvml.nvmlDeviceGetMigMode(device)[0])
+    divided = None if mig is None else mig == nvml.NVML_DEVICE_MIG_ENABLE
     return GpuState(
         index=index,
         uuid=nvml.nvmlDeviceGetUUID(device),
@@ -93,9 +109,26 @@ def _state(nvml: Any, index: int, driver_version: str) -> GpuState:
         used_bytes=memory.used,
         free_bytes=memory.free,
         persistence_mode=None if persistence is None else persistence == nvml.NVML_FEATURE_ENABLED,
-        mig_mode=None if mig is None else mig == nvml.NVML_DEVICE_MIG_ENABLE,
+        mig_mode=divided,
         processes=_processes(nvml, device),
+        parts=tuple(_parts(nvml, device)) if divided else (),
     )
+
+
+def _parts(nvml: Any, device: Any) -> Iterator[GpuPart]:
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(device)):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number)
+        except nvml.NVMLError_NotFound:  # fewer parts than there could be
+            continue
+        memory = _memory(nvml, part)
+        uuid, model = nvml.nvmlDeviceGetUUID(part), nvml.nvmlDeviceGetName(part)
+        yield GpuPart(uuid, model, memory.total, memory.used, memory.free)
+
+
+def _memory(nvml: Any, device: Any) -> Any:
+    # Version 2 counts what the driver keeps for itself apart, as nvidia-smi does.
+    return nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
 
 
 def _processes(nvml: Any, device: Any) -> tuple[GpuProcess, ...]:

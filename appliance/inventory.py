@@ -1,14 +1,16 @@
 """Which GPUs and which package versions this host has, read without opening a device or importing what it names."""
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ConfigError, HostError
+from appliance.gpus import GpuState, gpu_states
 
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 ABSENT = "(not installed)"
+PART_PREFIX = "MIG-"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,23 @@ def by_name(folder: Path = DRIVER_FOLDER) -> dict[str, Gpu]:
     return {gpu.uuid: gpu for gpu in present} | {str(gpu.index): gpu for gpu in present}
 
 
-def resolve(wanted: Sequence[int | str], *, folder: Path = DRIVER_FOLDER) -> tuple[str, ...]:
-    """Return the UUIDs of GPUs named by index or UUID; ConfigError for one that is not here, or named twice."""
+def resolve(
+    wanted: Sequence[int | str],
+    *,
+    folder: Path = DRIVER_FOLDER,
+    states: Callable[[], Sequence[GpuState]] = gpu_states,
+) -> tuple[str, ...]:
+    """Return the UUIDs of GPUs named by index or UUID; ConfigError for one that is not here, or named twice.
+
+    A part of a GPU goes by its own UUID, MIG-...: those are in no file, so NVML is asked where one is wanted.
+    """
     present = gpus(folder)
-    uuids = []
+    parts = _parts(states()) if any(str(name).startswith(PART_PREFIX) for name in wanted) else {}
+    uuids: list[str] = []
     for name in wanted:
+        if str(name).startswith(PART_PREFIX):
+            uuids.append(_part(str(name), parts, taken=uuids))
+            continue
         match = next((gpu for gpu in present if name in (gpu.index, gpu.uuid)), None)
         if match is None:
             have = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in present) or "none"
@@ -61,6 +75,20 @@ def resolve(wanted: Sequence[int | str], *, folder: Path = DRIVER_FOLDER) -> tup
             raise ConfigError(f"GPU {name} is named twice: it is {match.index} and {match.uuid}")
         uuids.append(match.uuid)
     return tuple(uuids)
+
+
+def _part(name: str, parts: dict[str, str], *, taken: Sequence[str]) -> str:
+    if name not in parts:
+        have = ", ".join(f"{uuid} ({model})" for uuid, model in parts.items()) or "none"
+        raise ConfigError(f"{name} is no part of a GPU of this host", hint=f"parts here: {have}")
+    if name in taken:
+        raise ConfigError(f"{name} is named twice")
+    return name
+
+
+def _parts(states: Sequence[GpuState]) -> dict[str, str]:
+    """Return the model of each part of a divided GPU, by UUID."""
+    return {part.uuid: part.model for state in states for part in state.parts}
 
 
 def version(package: str) -> str:

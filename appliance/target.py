@@ -7,7 +7,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from appliance.checkpoint.identity import Identity, Trust, identify
 from appliance.checkpoint.keyring import Keyring
 from appliance.checkpoint.verification import verify_all
 from appliance.errors import ApplianceError, ConfigError
-from appliance.events import ERROR, event
+from appliance.events import ERROR, WARNING, event
 from appliance.fingerprint import Fingerprint
+from appliance.gpus import GpuState, gpu_states
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest, Model
 from appliance.progress import telling
@@ -83,6 +84,31 @@ def devices(model: Model) -> tuple[str, ...]:
     return inventory.resolve(model.gpus) or ("cpu",) * model.parallel.world_size
 
 
+def gpu_warnings(uuids: Sequence[str], *, states: Callable[[], Sequence[GpuState]] = gpu_states) -> Iterator[str]:
+    """Yield what endangers weights on these GPUs; ConfigError for a GPU that is divided, and can only be used in parts.
+
+    Where NVML does not answer that is all there is to say.
+    """
+    if all(uuid == "cpu" for uuid in uuids):
+        return
+    try:
+        found = states()
+    except ApplianceError as error:
+        yield f"cannot look at the GPUs: {error.message}"
+        return
+    for state in found:
+        if state.uuid in uuids and state.mig_mode:
+            parts = ", ".join(f"{part.uuid} ({part.model})" for part in state.parts) or "it has none yet"
+            raise ConfigError(
+                f"GPU {state.index} ({state.uuid}) is divided (MIG)", hint=f"name one of its parts: {parts}"
+            )
+        if state.persistence_mode is False and any(state.place(uuid) for uuid in uuids):
+            yield (
+                f"persistence mode of GPU {state.index} is off: the driver may drop weights that only PID 1 holds; "
+                "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1"
+            )
+
+
 def keeper_settings(
     manifest_path: Path, name: str, *, verify: bool, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -92,6 +118,8 @@ def keeper_settings(
     """
     manifest = load_manifest(manifest_path)
     model = manifest.model(name)
+    for warning in gpu_warnings(devices(model)):
+        event(warning, priority=WARNING, model=name)
     target: Fingerprint | None = None
     signer, refusal = "", None
     try:

@@ -42,16 +42,24 @@ class FakeNvml:
         return 9, 0
 
     def nvmlDeviceGetUUID(self, device: int) -> str:  # noqa: N802
-        return f"GPU-{device}"
+        return f"GPU-{device}" if device < 1000 else f"MIG-{device}"
 
     def nvmlDeviceGetName(self, device: int) -> str:  # noqa: N802
-        return "NVIDIA H200"
+        return "NVIDIA H200" if device < 1000 else "NVIDIA H200 MIG 1g.18gb"
 
     def nvmlDeviceGetPersistenceMode(self, device: int) -> Any:  # noqa: N802
         return self._answer("nvmlDeviceGetPersistenceMode", 1 if device == 100 else 0)
 
     def nvmlDeviceGetMigMode(self, device: int) -> Any:  # noqa: N802
         return self._answer("nvmlDeviceGetMigMode", [0, 1])
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device: int) -> int:  # noqa: N802
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: int, number: int) -> int:  # noqa: N802
+        if number not in (0, 3):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return 1000 + number
 
     def nvmlDeviceGetComputeRunningProcesses(self, device: int) -> Any:  # noqa: N802
         processes = [SimpleNamespace(pid=42, usedGpuMemory=8 * GIB), SimpleNamespace(pid=7, usedGpuMemory=2 * GIB)]
@@ -77,6 +85,19 @@ def test_each_gpu_is_told_with_its_processes() -> None:
     assert [first.persistence_mode, second.persistence_mode] == [True, False]
     assert first.mig_mode is False  # the mode that is pending until a reset is not the mode
     assert nvml.open == 0
+
+
+def test_the_parts_of_a_divided_gpu_are_told() -> None:
+    state = gpu_states(FakeNvml(nvmlDeviceGetMigMode=[1, 1]))[0]
+    assert state.mig_mode is True
+    assert [(part.uuid, part.model) for part in state.parts] == [
+        ("MIG-1000", "NVIDIA H200 MIG 1g.18gb"),
+        ("MIG-1003", "NVIDIA H200 MIG 1g.18gb"),
+    ]
+    assert state.place("MIG-1003") is state.parts[1]
+    assert state.place("GPU-100") is state
+    assert state.place("MIG-1001") is None
+    assert gpu_states(FakeNvml())[0].parts == ()
 
 
 def test_what_no_process_accounts_for_is_held_by_descriptors() -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from appliance import inventory
 from appliance.errors import ConfigError, HostError
+from appliance.gpus import GpuState, gpu_states
+from tests.test_gpus import FakeNvml
 
 UUIDS = ["GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"]
 
@@ -60,6 +62,29 @@ def test_a_gpu_that_is_not_here_is_refused_and_those_that_are_here_are_named(dri
 def test_a_gpu_named_twice_is_refused(driver: Path, wanted: list[int | str]) -> None:
     with pytest.raises(ConfigError, match="named twice"):
         inventory.resolve(wanted, folder=driver)
+
+
+def divided() -> tuple[GpuState, ...]:
+    return gpu_states(FakeNvml(nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetCount=1))
+
+
+def test_a_part_of_a_gpu_goes_by_its_own_uuid(driver: Path) -> None:
+    assert inventory.resolve(["MIG-1003", 0], folder=driver, states=divided) == ("MIG-1003", UUIDS[0])
+
+
+def test_a_part_that_is_not_here_is_refused_and_those_that_are_here_are_named(driver: Path) -> None:
+    with pytest.raises(ConfigError, match="MIG-1001 is no part of a GPU") as caught:
+        inventory.resolve(["MIG-1001"], folder=driver, states=divided)
+    assert caught.value.hint == "parts here: MIG-1000 (NVIDIA H200 MIG 1g.18gb), MIG-1003 (NVIDIA H200 MIG 1g.18gb)"
+    with pytest.raises(ConfigError, match="named twice"):
+        inventory.resolve(["MIG-1000", "MIG-1000"], folder=driver, states=divided)
+
+
+def test_nvml_is_not_asked_where_no_part_is_wanted(driver: Path) -> None:
+    def states() -> tuple[GpuState, ...]:
+        raise AssertionError
+
+    assert inventory.resolve([0], folder=driver, states=states) == (UUIDS[0],)
 
 
 def test_a_host_without_gpus_says_so(tmp_path: Path) -> None:

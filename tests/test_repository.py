@@ -35,6 +35,7 @@ PARTS = (
         "events",
         "gpus",
         "inventory",
+        "tenants",
     ),
     *("checkpoint", "manifest", "slabs", "layout", "configs"),
     *("fingerprint", "progress", "record", "verdict", "wire", "target", "client", "canary"),

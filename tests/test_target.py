@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from appliance.errors import ConfigError
 from appliance.fingerprint import ROOT_DIGEST
+from appliance.gpus import GpuState, gpu_states
 from appliance.keeper import settings
+from appliance.target import gpu_warnings
 from tests.engine.checkpoints import make_checkpoint
 from tests.sites import MODEL, Site
+from tests.test_gpus import FakeNvml
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +141,28 @@ def test_progress_comes_before_the_answer(site: Site) -> None:
     lines = child(site, "--verify").stdout.splitlines()
     assert lines[:-1]
     assert all(line.startswith("progress verifying ") for line in lines[:-1])
+
+
+def test_persistence_mode_that_is_off_is_warned_of_where_the_gpu_is_used() -> None:
+    # The second of the fake's two GPUs.
+    states = gpu_states(FakeNvml())
+    assert list(gpu_warnings(["GPU-100"], states=lambda: states)) == []
+    [warning] = gpu_warnings(["GPU-100", "GPU-101"], states=lambda: states)
+    assert "persistence mode of GPU 1 is off" in warning
+    assert "nvidia-smi -pm 1" in warning
+
+
+def test_a_gpu_that_is_divided_can_only_be_named_in_parts() -> None:
+    states = gpu_states(FakeNvml(nvmlDeviceGetMigMode=[1, 1]))
+    with pytest.raises(ConfigError, match=r"GPU 0 \(GPU-100\) is divided") as caught:
+        list(gpu_warnings(["GPU-100"], states=lambda: states))
+    assert "MIG-1000 (NVIDIA H200 MIG 1g.18gb)" in str(caught.value.hint)
+    assert list(gpu_warnings(["MIG-1003"], states=lambda: states[:1])) == []
+
+
+def test_without_nvml_there_is_one_warning_and_on_a_cpu_none() -> None:
+    def states() -> tuple[GpuState, ...]:
+        raise ConfigError("no nvidia-ml-py")
+
+    assert list(gpu_warnings(["GPU-100"], states=states)) == ["cannot look at the GPUs: no nvidia-ml-py"]
+    assert list(gpu_warnings(["cpu", "cpu"], states=states)) == []

@@ -11,12 +11,15 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from appliance.cli.gpus import gpu_table
 from appliance.cli.options import MANIFEST, JsonOption, ManifestOption
 from appliance.client import KeeperClient
 from appliance.errors import ApplianceError
+from appliance.gpus import gpu_states
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest
 from appliance.quantities import format_size
+from appliance.tenants import tenancies
 
 DIGEST_CHARS = 12
 WATCH_INTERVAL_S = 1.0
@@ -43,8 +46,16 @@ def status(
 
 
 def gather(manifest: Manifest) -> dict[str, Any]:
-    """Return each model's status as its keeper tells it; a keeper that does not answer is part of the picture."""
-    return {"models": {name: _ask(manifest.socket_path(name)) for name in manifest.models}}
+    """Return each model's status as its keeper tells it; a keeper that does not answer is part of the picture.
+
+    Also who holds each GPU's memory; where NVML does not answer, `gpus` is None and `gpus_unknown` says why.
+    """
+    models = {name: _ask(manifest.socket_path(name)) for name in manifest.models}
+    try:
+        gpus = [tenancy.to_json() for tenancy in tenancies(gpu_states(), models)]
+    except ApplianceError as error:
+        return {"models": models, "gpus": None, "gpus_unknown": error.message}
+    return {"models": models, "gpus": gpus, "gpus_unknown": ""}
 
 
 def _ask(path: Path) -> dict[str, Any]:
@@ -71,7 +82,7 @@ def _view(status: dict[str, Any]) -> RenderableType:
             attached or "-",
         )
         notes += [f"{name}: {line}" for line in _notes(model)]
-    return Group(table, *notes)
+    return Group(table, *notes, *([gpu_table(status["gpus"])] if status["gpus"] else []))
 
 
 def _notes(model: dict[str, Any]) -> Iterator[str]:

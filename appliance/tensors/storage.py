@@ -15,11 +15,13 @@ _CPU = torch.device("cpu")
 
 
 def torch_device(device: str) -> torch.device:
-    """Return torch's device for "cpu" or a GPU UUID; HostError if torch sees no such GPU."""
+    """Return torch's device for "cpu" or the UUID of a GPU, or part of one; HostError if torch does not see it."""
     if device == "cpu":
         return _CPU
+    # GPU-... and MIG-... differ in the prefix, and torch tells the number alone.
+    number = device.partition("-")[2]
     for index in range(torch.cuda.device_count()):
-        if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == device:
+        if str(torch.cuda.get_device_properties(index).uuid) == number:
             return torch.device("cuda", index)
     raise HostError(f"torch sees no GPU {device}", hint="look at CUDA_VISIBLE_DEVICES of this process")
 
