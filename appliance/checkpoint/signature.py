@@ -86,6 +86,17 @@ def verify_checkpoint_signature(checkpoint: Path | CheckpointRoot, keyring: Keyr
     return verify(_read(root), keyring, what=f"{root.path / SIGNATURE_NAME}")
 
 
+def claimed_manifest(checkpoint: Path | CheckpointRoot) -> CheckpointManifest:
+    """Return what `model.sig` claims, its signature unverified: to be compared with what was verified, and no more.
+
+    TrustError where there is none, or it is malformed.
+    """
+    root = find_root(checkpoint)
+    what = f"{root.path / SIGNATURE_NAME}"
+    payload, _, _ = _open_bundle(_read(root), what)
+    return decode_statement(payload, what=what)
+
+
 def verify(bundle: bytes, keyring: Keyring, *, what: str = SIGNATURE_NAME) -> VerifiedSignature:
     """Return the checkpoint manifest only if all of this holds; TrustError on the first that does not.
 

@@ -4,8 +4,12 @@ A new checkpoint is looked at by whoever notices it, by the keeper before it let
 The loader hashes what it loads, always; of the others the second one need not read it all again.
 """
 
+import contextlib
+import fcntl
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.checkpoint.digests import stat_files
@@ -14,7 +18,7 @@ from appliance.checkpoint.findings import check_all, check_listing
 from appliance.checkpoint.identity import Identity, check_stats
 from appliance.checkpoint.stat_record import FileStat
 from appliance.checkpoint.streams import OnProgress
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, TrustError
 
 MAX_RECORD_BYTES = 16 << 20
 
@@ -27,17 +31,55 @@ def verify_all(identity: Identity, state_dir: Path, *, on_progress: OnProgress |
     True where the files were hashed now, False where they were before and their stats, recorded below `state_dir`,
     have not changed since.
     """
-    record = _path(identity, state_dir)
-    if (known := _load(record)) is not None and not check_stats(identity, known):
-        check_listing(identity).require_none(identity)
+    if _remembered(identity, state_dir) is not None:
         return False
-    before = stat_files(identity.root, identity.manifest.digests)
-    check_all(identity, on_progress=on_progress).require_none(identity)
-    after = stat_files(identity.root, identity.manifest.digests)
-    stats = {path: stat for path, stat in after.items() if stat is not None}
-    if before == after and len(stats) == len(after):
-        _save(record, stats)
+    verified_stats(identity, state_dir, on_progress=on_progress)
     return True
+
+
+def verified_stats(
+    identity: Identity, state_dir: Path, *, on_progress: OnProgress | None = None
+) -> dict[str, FileStat]:
+    """Return the stat that each file had when it was verified, now or before; TrustError as `verify_all`.
+
+    Of several processes that ask at once, one hashes and the others wait for what it found.
+    """
+    with _turn(identity, state_dir):
+        if (known := _remembered(identity, state_dir)) is not None:
+            return known
+        before = stat_files(identity.root, identity.manifest.digests)
+        check_all(identity, on_progress=on_progress).require_none(identity)
+        after = stat_files(identity.root, identity.manifest.digests)
+        stats = {path: stat for path, stat in after.items() if stat is not None}
+        if changed := sorted(path for path in before if before[path] != stats.get(path)):
+            raise TrustError(f"checkpoint {identity.root}: {changed[0]} changed while it was hashed")
+        _save(_path(identity, state_dir), stats)
+        return stats
+
+
+def _remembered(identity: Identity, state_dir: Path) -> dict[str, FileStat] | None:
+    known = _load(_path(identity, state_dir))
+    if known is None or check_stats(identity, known):
+        return None
+    check_listing(identity).require_none(identity)
+    return known
+
+
+@contextlib.contextmanager
+def _turn(identity: Identity, state_dir: Path) -> Iterator[None]:
+    """Hold the lock of this checkpoint's verification, where the state directory can be written."""
+    path = state_dir / "locks" / f"{_path(identity, state_dir).stem}.lock"
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError:
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _path(identity: Identity, state_dir: Path) -> Path:

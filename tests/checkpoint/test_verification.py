@@ -1,6 +1,7 @@
 """A checkpoint is hashed once for all who have to know that it is right, and again as soon as anything changed."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from appliance.checkpoint.identity import Identity, Trust, identify
 from appliance.checkpoint.keyring import Keyring
 from appliance.checkpoint.keys import generate_key, load_private_key
 from appliance.checkpoint.signature import sign
-from appliance.checkpoint.verification import verify_all
+from appliance.checkpoint.stat_record import FileStat
+from appliance.checkpoint.verification import verified_stats, verify_all
 from appliance.errors import TrustError
 
 
@@ -76,5 +78,27 @@ def test_a_damaged_record_only_costs_another_read(checkpoint: Path, tmp_path: Pa
 
 def test_without_a_place_to_remember_every_look_hashes(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file where the folder should be")
+    assert verify_all(identity_of(checkpoint), tmp_path / "state")
+    assert verify_all(identity_of(checkpoint), tmp_path / "state")
+
+
+def test_of_several_at_once_one_hashes_and_all_get_the_stats(checkpoint: Path, tmp_path: Path) -> None:
+    read: list[set[str]] = [set() for _ in range(4)]
+
+    def ask(number: int) -> dict[str, FileStat]:
+        def seen(*progress: object) -> None:
+            read[number].add(str(progress))
+
+        return verified_stats(identity_of(checkpoint), tmp_path / "state", on_progress=seen)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(4)))
+    assert [bool(progress) for progress in read].count(True) == 1
+    assert all(stats == found[0] for stats in found)
+    assert found[0].keys() == {"file-0", "file-1", "file-2"}
+
+
+def test_without_a_place_for_the_record_it_is_hashed_each_time(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("no folder")
     assert verify_all(identity_of(checkpoint), tmp_path / "state")
     assert verify_all(identity_of(checkpoint), tmp_path / "state")
