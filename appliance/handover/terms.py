@@ -21,7 +21,7 @@ class Terms:
     """Where the keeper listens, how long to wait for it, and what to do on a miss.
 
     `check_files` compares the checkpoint on disk with what a shard was made of, and raises TrustError. `target` is what
-    the keeper should hold, as far as the manifest says; `signer` who vouches for it.
+    the keeper should hold, given the shard it describes or, to donate, none; `signer` is who vouches for that.
     """
 
     socket_path: Path
@@ -30,7 +30,7 @@ class Terms:
     on_miss: Literal["fail", "load"]
     copy: bool
     check_files: CheckFiles
-    target: Fingerprint
+    target: Callable[[ShardRecord | None], Fingerprint]
     signer: str
 
 
@@ -43,7 +43,7 @@ def terms_of(target: Target) -> Terms:
         on_miss=target.model.on_miss,
         copy=target.model.mode == "copy",
         check_files=lambda record, configs: _check_files(target, record, configs),
-        target=target.fingerprint,
+        target=lambda record: target.fingerprint,
         signer=target.identity.signer,
     )
 

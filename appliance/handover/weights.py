@@ -71,14 +71,14 @@ def obtain(
 
 def load_and_donate(terms: Terms, source: Source, client: KeeperClient, *, client_name: str) -> Weights:
     """Fill this source's empty slot from disk; RefusedError where the keeper does not want that."""
-    client.offer(role=source.role, rank=source.rank, client=client_name, target=terms.target)
+    client.offer(role=source.role, rank=source.rank, client=client_name, target=terms.target(None))
     return _Taker(client, terms, source, client_name, client.progress).fill()
 
 
-def fingerprint_of(terms: Terms, source: Source, files: Mapping[str, bytes], stage: str) -> Fingerprint:
+def fingerprint_of(target: Fingerprint, source: Source, files: Mapping[str, bytes], stage: str) -> Fingerprint:
     """Return every fact that shapes these weights: the target's, the engine's, and which shard of them it is."""
     shard = {"role": source.role, "rank": source.rank, "stage": stage}
-    return Fingerprint.of(terms.target.to_json() | dict(source.facts(files)) | shard)
+    return Fingerprint.of({**target.to_json(), **source.facts(files), **shard})
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Taker:
             raise
         checked = time.monotonic()
         stage = _stage(record)
-        fingerprint = fingerprint_of(terms, source, files, stage)
+        fingerprint = fingerprint_of(terms.target(record), source, files, stage)
         configured = time.monotonic()
         slabs = client.attach(role=source.role, rank=source.rank, client=self.name, fingerprint=fingerprint)
         received = time.monotonic()
@@ -174,7 +174,7 @@ class _Taker:
         source = self.source
         try:
             self.client.offer(
-                role=source.role, rank=source.rank, client=self.name, target=self.terms.target, replace=replace
+                role=source.role, rank=source.rank, client=self.name, target=self.terms.target(None), replace=replace
             )
         except RefusedError as error:
             if error.verdict.reason in (Reason.LOADING, Reason.OCCUPIED) and not replace:
@@ -189,7 +189,8 @@ class _Taker:
 
     def _donated(self, loaded: Loaded, stage: Stage) -> Weights:
         source, terms, client = self.source, self.terms, self.client
-        fingerprint = fingerprint_of(terms, source, loaded.configs, stage)
+        target = terms.target(None)
+        fingerprint = fingerprint_of(target, source, loaded.configs, stage)
         began = time.monotonic()
         self.on_progress("packing the weights")
         packed = pack(loaded.module, backend(source.device), opaque=source.opaque)
@@ -204,7 +205,7 @@ class _Taker:
                 rank=source.rank,
                 device=source.device,
                 fingerprint=fingerprint,
-                target=terms.target,
+                target=target,
                 signer=terms.signer,
                 slab_sizes=slab_sizes,
                 checksums=checksums,
