@@ -1,6 +1,7 @@
 """`appliance status`: what every keeper of the manifest holds, for whom, and how it got there."""
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from rich.table import Table
 from appliance.cli.gpus import gpu_table
 from appliance.cli.options import MANIFEST, JsonOption, ManifestOption
 from appliance.client import KeeperClient
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, ConfigError
 from appliance.gpus import gpu_states
+from appliance.host.applied import applied
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest
 from appliance.quantities import format_size
@@ -31,18 +33,31 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="show it again every second")] = False,
 ) -> None:
     """Show what is held, which checkpoint it is, who signed it, and who has it attached."""
-    parsed = load_manifest(manifest)
-    if as_json:
-        print(json.dumps(gather(parsed), indent=2))
-        return
-    console = Console()
+    try:
+        parsed = load_manifest(manifest)
+    except ConfigError as error:
+        # Units go by what was applied: a slip in an edit is no reason to hide what runs.
+        found = applied(manifest, Path("/"))
+        if found is None or watch:
+            raise
+        print(f"appliance: {error}\nwhat runs, as it was applied before:", file=sys.stderr, flush=True)
+        _show(found, as_json=as_json)
+        raise typer.Exit(error.exit_status) from error
     if not watch:
-        console.print(_view(gather(parsed)))
+        _show(parsed, as_json=as_json)
         return
-    with Live(_view(gather(parsed)), console=console, screen=True) as live:
+    with Live(_view(gather(parsed)), console=Console(), screen=True) as live:
         while True:
             time.sleep(WATCH_INTERVAL_S)
             live.update(_view(gather(parsed)))
+
+
+def _show(manifest: Manifest, *, as_json: bool) -> None:
+    found = gather(manifest)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        Console().print(_view(found))
 
 
 def gather(manifest: Manifest) -> dict[str, Any]:

@@ -7,7 +7,7 @@ difference between two drop-ins says what has to restart, and why.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 
 import yaml
 
@@ -80,7 +80,12 @@ def escaped(model: str) -> str:
 def applied_manifest(manifest: Manifest, source: PurePosixPath) -> str:
     """Return the copy that units read, so that an edit counts only once it has been applied."""
     text = yaml.safe_dump(manifest.model_dump(mode="json", by_alias=True, exclude_none=False), sort_keys=False)
-    return f"# Written by `appliance apply` from {source}: edit that file, not this one.\n{text}"
+    return f"{heading(source)}\n{text}"
+
+
+def heading(source: PurePath) -> str:
+    """Return the first line of every file that a manifest led to."""
+    return f"# Written by `appliance apply` from {source}: edit that file, not this one."
 
 
 def quoted(text: str) -> str:
@@ -154,8 +159,7 @@ def _flat(name: str, value: object) -> Iterator[Setting]:
 
 
 def _drop_in(source: PurePosixPath, settings: Iterator[Setting]) -> str:
-    lines = [f"# Written by `appliance apply` from {source}: edit that file, not this one."]
-    lines += ["[Unit]", f"SourcePath={source}"]
+    lines = [heading(source), "[Unit]", f"SourcePath={source}"]
     section = "Unit"
     for group, name, value in settings:
         if group != section:
