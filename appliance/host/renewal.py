@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance.checkpoint.files import CheckpointRoot, find_root
-from appliance.checkpoint.findings import check_all
 from appliance.checkpoint.identity import check_stats, identify
 from appliance.checkpoint.stat_record import FileStat
+from appliance.checkpoint.verification import verify_all
 from appliance.client import KeeperClient
 from appliance.errors import ApplianceError, HostError, TrustError
 from appliance.events import ERROR, NOTICE, WARNING, event
@@ -64,7 +64,8 @@ def verify(manifest: Manifest, name: str, *, seen: Seen, tell: Tell, settled_s: 
         now = seen.look(manifest, name)
         try:
             identity = identify(manifest.model(name).checkpoint, trust_of(manifest))
-            check_all(identity, on_progress=lambda read: tell(in_words("verifying", read))).require_none(identity)
+            # Remembered: the keeper that restarts on it need not read it all again.
+            verify_all(identity, manifest.directories.state, on_progress=lambda read: tell(in_words("verifying", read)))
         except ApplianceError as error:
             # An rsync in progress is not a broken checkpoint: wait until it has ended one way or the other.
             if (left_s := settled_s - _quiet_s(manifest.model(name).checkpoint)) > 0:

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from appliance.checkpoint.identity import identify
 from appliance.checkpoint.keys import generate_key, load_private_key
 from appliance.checkpoint.signature import sign
+from appliance.checkpoint.verification import verify_all
 from appliance.errors import TrustError
 from appliance.host import renewal
 from appliance.host.renewal import changed, roll_out, verify
 from appliance.host.seen import Seen
 from appliance.manifest.schema import Manifest
+from appliance.target import trust_of
 from tests.checkpoint.checkpoints import CONFIG, SHARDS, safetensors_bytes
 from tests.systemd.keeper import keeper
 from tests.systemd.manifests import manifest_of
@@ -127,6 +130,12 @@ def test_a_new_key_is_a_reason_to_look_again(site: Site, tmp_path: Path) -> None
     site.verify()
     (tmp_path / "signer.pub").touch()
     assert site.changed()
+
+
+def test_what_was_verified_is_not_read_again_by_the_keeper(site: Site) -> None:
+    site.verify()
+    identity = identify(site.checkpoint, trust_of(site.manifest))
+    assert not verify_all(identity, site.manifest.directories.state), "hashed again"
 
 
 def test_a_damaged_file_is_named_to_the_keeper(site: Site) -> None:
