@@ -30,6 +30,7 @@ from appliance.checkpoint.streams import (
 from appliance.errors import ConfigError
 
 Allocate = Callable[[TensorInfo], memoryview | bytearray]
+OnConfigs = Callable[[Mapping[str, bytes]], None]
 
 
 class Staging(Protocol):
@@ -72,6 +73,7 @@ def read_verified(
     *,
     allocate: Allocate | None = None,
     stage: Stage | None = None,
+    on_configs: OnConfigs | None = None,
     threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> VerifiedRead:
@@ -87,6 +89,8 @@ def read_verified(
     bytes; it returns writable contiguous memory of exactly `size_bytes`. A tensor that the index places in another file
     is read past. The first failure stops everything; a file that is both damaged and untrue is a TrustError.
 
+    `on_configs` is given the configs, as soon as they are verified and before any memory is asked for.
+
     With `stage` instead the tensors go through memory that is used again, in pieces: it is called once a file, and what
     it makes of the bytes may be used no sooner either.
     """
@@ -97,6 +101,8 @@ def read_verified(
     stats = present(root, stat_files(root, manifest.digests))
     read = _Read(root, manifest, {path: stat.size_bytes for path, stat in stats.items()}, threads, on_progress)
     configs = read.configs()
+    if on_configs is not None:
+        on_configs(configs)
     opened = read.headers(tensor_files(manifest, configs, what=f"checkpoint {root}"))
     if allocate is not None:
         read.allocate(opened, allocate)

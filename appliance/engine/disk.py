@@ -2,7 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,15 +11,19 @@ import torch
 from appliance import configs
 from appliance.checkpoint.reader import read_verified
 from appliance.checkpoint.safetensors import TensorInfo
+from appliance.engine.configs import load_config
 from appliance.engine.device import device_of
 from appliance.engine.model import load
 from appliance.errors import ConfigError, ResourceError
 from appliance.handover.source import Loaded
 from appliance.progress import telling
 from appliance.quantities import format_size
+from appliance.slabs.devices import CPU
 from appliance.target import Target
+from appliance.tensors.staging import read_to_device
 from appliance.tensors.storage import torch_device
 
+_HOST = torch.device("cpu")
 # The safetensors names of what the built-in engine can compute with.
 DTYPES = {
     "F64": torch.float64,
@@ -35,41 +40,91 @@ DTYPES = {
 
 
 def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda text: None) -> Loaded:
-    """Return the model; TrustError naming the first file that is not as signed or pinned."""
+    """Return the model; TrustError naming the first file that is not as signed or pinned.
+
+    For a GPU the tensors go through a little page-locked host memory and never lie in host memory as a whole, but for
+    those that must be converted. ResourceError where there is no room for them, before any of them is read.
+    """
     started = time.monotonic()
-    tensors: dict[str, torch.Tensor] = {}
-
-    def allocate(info: TensorInfo) -> memoryview:
-        if info.dtype not in DTYPES:
-            raise ConfigError(f"{info.name}: dtype {info.dtype} is nothing the built-in engine computes with")
-        try:
-            tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        except RuntimeError as error:
-            raise ResourceError(f"{info.name}: no memory for {info.size_bytes} bytes") from error
-        tensors[info.name] = tensor
-        return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
     identity = target.identity
-    read = read_verified(
-        identity.root, identity.manifest, allocate=allocate, on_progress=telling("loading", on_progress)
-    )
-    verified = time.monotonic()
-    on_progress("building the model")
     with tempfile.TemporaryDirectory(prefix="appliance-configs-") as folder:
-        configs.write(read.configs, Path(folder))
-        module = _moved(load(Path(folder), tensors, dtype=target.model.dtype), torch_device(device_of(target)))
+        memory = _Memory(target, Path(folder))
+        progress = telling("loading", on_progress)
+        if memory.device_name == CPU:
+            read = read_verified(
+                identity.root,
+                identity.manifest,
+                allocate=memory.host,
+                on_configs=memory.settle,
+                on_progress=progress,
+            )
+        else:
+            read = read_to_device(
+                identity.root,
+                identity.manifest,
+                device=memory.device,
+                allocate=memory.allocate,
+                on_configs=memory.settle,
+                on_progress=progress,
+            )
+        verified = time.monotonic()
+        on_progress("building the model")
+        module = load(Path(folder), memory.tensors, dtype=target.model.dtype)
+    with memory.room(f"the weights of {target.name}"):
+        # What was converted, and buffers that a constructor computes.
+        module = module.to(memory.device)
     built = time.monotonic()
     phases = {"verify": verified - started, "build": built - verified, "load": built - started}
     return Loaded(module, read.configs, read.files, phases)
 
 
-def _moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return the module on its device; each tensor's host memory is freed once it has been copied."""
-    try:
-        return module.to(device)
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        raise ResourceError(
-            f"no room for the weights on {device}: {format_size(free)} of {format_size(total)} are free",
-            hint="see who holds the memory: appliance status",
-        ) from error
+class _Memory:
+    """Where the tensors of a checkpoint are read to; they are collected in `tensors`."""
+
+    def __init__(self, target: Target, configs_dir: Path) -> None:
+        self._dtype = target.model.dtype
+        self._configs_dir = configs_dir
+        self._wanted: torch.dtype | None = None
+        self.device_name = device_of(target)
+        self.device = torch_device(self.device_name)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def settle(self, files: Mapping[str, bytes]) -> None:
+        """Learn from the configs which dtype the model has."""
+        configs.write(files, self._configs_dir)
+        self._wanted = load_config(self._configs_dir, dtype=self._dtype).dtype
+
+    def allocate(self, info: TensorInfo) -> torch.Tensor:
+        """Return memory on the device; in host memory for what is larger now than it will be in the model."""
+        dtype = _dtype(info)
+        shrinks = self._wanted is not None and dtype.is_floating_point and dtype.itemsize > self._wanted.itemsize
+        with self.room(info.name):
+            tensor = torch.empty(info.shape, dtype=dtype, device=_HOST if shrinks else self.device)
+        self.tensors[info.name] = tensor
+        return tensor
+
+    def host(self, info: TensorInfo) -> memoryview:
+        """Return host memory."""
+        try:
+            tensor = torch.empty(info.shape, dtype=_dtype(info))
+        except RuntimeError as error:
+            raise ResourceError(f"{info.name}: no memory for {info.size_bytes} bytes") from error
+        self.tensors[info.name] = tensor
+        return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+    @contextmanager
+    def room(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ResourceError(
+                f"no room for {what} on GPU {self.device_name}: {format_size(free)} of {format_size(total)} are free",
+                hint="see who holds the memory: appliance status",
+            ) from error
+
+
+def _dtype(info: TensorInfo) -> torch.dtype:
+    if info.dtype not in DTYPES:
+        raise ConfigError(f"{info.name}: dtype {info.dtype} is nothing the built-in engine computes with")
+    return DTYPES[info.dtype]

@@ -13,6 +13,7 @@ import torch
 
 from appliance.engine.configs import load_config
 from appliance.engine.imports import quiet_transformers
+from appliance.engine.in_place import in_place, make_plain
 from appliance.errors import ConfigError
 
 __all__ = ["load", "load_config", "skeleton"]
@@ -36,8 +37,8 @@ def load(configs_dir: Path, tensors: MutableMapping[str, torch.Tensor], *, dtype
     """Return the model made of tensors named as in the checkpoint's files; refuses any missing, unknown or misshapen.
 
     `tensors` is left empty: a tensor of the right dtype becomes the parameter itself, one that must be converted is
-    freed once it has been, so the weights are never in memory twice. What transformers declares ignorable for this
-    architecture (an old checkpoint's rotary tables, say) is ignored.
+    freed once it has been, so the weights are never in memory twice. One that is on a device stays there. What
+    transformers declares ignorable for this architecture (an old checkpoint's rotary tables, say) is ignored.
     """
     outline = skeleton(configs_dir, dtype=dtype)
     config: Any = outline.config
@@ -65,6 +66,7 @@ def load(configs_dir: Path, tensors: MutableMapping[str, torch.Tensor], *, dtype
     finally:
         tensors.clear()
     _refuse_misfits(report, configs_dir)
+    make_plain(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(f"{configs_dir}: nothing in the checkpoint gives {name} a value")
@@ -79,7 +81,7 @@ class _TakenOnce:
         self._name = name
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        return self._tensors.pop(self._name)
+        return in_place(self._tensors.pop(self._name))
 
 
 def _built(config: Any, *, path: Path) -> Any:

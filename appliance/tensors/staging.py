@@ -14,7 +14,7 @@ import torch
 from appliance.checkpoint.file_stream import Piece
 from appliance.checkpoint.files import CheckpointRoot
 from appliance.checkpoint.manifest import CheckpointManifest
-from appliance.checkpoint.reader import VerifiedRead, read_verified
+from appliance.checkpoint.reader import OnConfigs, VerifiedRead, read_verified
 from appliance.checkpoint.safetensors import TensorInfo
 from appliance.checkpoint.streams import PIECE_BYTES, OnProgress
 from appliance.errors import ResourceError
@@ -31,20 +31,23 @@ def read_to_device(
     *,
     device: torch.device,
     allocate: Allocate,
+    on_configs: OnConfigs | None = None,
     threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> VerifiedRead:
     """Read a checkpoint's tensors to a device, as `read_verified` reads it to host memory; refuses what that refuses.
 
-    `allocate` is called once a tensor and returns a contiguous tensor of `size_bytes` on the device. Nothing may be
-    used before this returns. ResourceError where memory cannot be locked.
+    `allocate` is called once a tensor and returns a contiguous tensor of `size_bytes`, on the device or in host memory.
+    Nothing may be used before this returns. ResourceError where memory cannot be locked.
     """
     memory = _LockedMemory(device)
 
     def stage(tensors: Sequence[TensorInfo], wanted: frozenset[str]) -> _FileStaging:
         return _FileStaging([(tensor, _target(tensor, wanted, allocate)) for tensor in tensors], memory)
 
-    read = read_verified(checkpoint, manifest, stage=stage, threads=threads, on_progress=on_progress)
+    read = read_verified(
+        checkpoint, manifest, stage=stage, on_configs=on_configs, threads=threads, on_progress=on_progress
+    )
     memory.finish()
     return read
 
