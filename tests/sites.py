@@ -95,7 +95,24 @@ class Site:
             assert time.monotonic() < deadline, "the loader does not end"
             time.sleep(0.01)
 
+    @property
+    def python(self) -> str:
+        """The Python that runs the processes of this place."""
+        return sys.executable
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What they find in their environment."""
+        return dict(os.environ)
+
     def start_keeper(self, **popen: Any) -> "subprocess.Popen[str]":
-        argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(self.manifest), "--model", MODEL]
-        environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+        argv = [self.python, "-m", "appliance.keeper", "--manifest", str(self.manifest), "--model", MODEL]
+        environment = {name: value for name, value in self.environment.items() if name != "NOTIFY_SOCKET"}
         return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment, **popen)
+
+    def call(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command of the operator with this manifest, and return how it ended."""
+        argv = [self.python, "-m", "appliance", *arguments, "--manifest", str(self.manifest)]
+        return subprocess.run(
+            argv, check=False, capture_output=True, text=True, timeout=2 * WAIT_S, env=self.environment
+        )

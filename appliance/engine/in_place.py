@@ -14,7 +14,7 @@ from torch import nn
 class InPlaceTensor(torch.Tensor):
     """A tensor whose `to` changes its dtype, and never its device. Results of operations on it are such tensors too."""
 
-    def to(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **options: Any) -> torch.Tensor:
         dtype = options.get("dtype") or next((one for one in args if isinstance(one, torch.dtype)), self.dtype)
         return super().to(dtype)
 

@@ -1,0 +1,66 @@
+"""The built-in engine on a GPU in host memory; tests/gpu runs all of test_weights.py on a real one."""
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.engine import disk
+from appliance.engine.weights import obtain
+from appliance.errors import MissError
+from appliance.tensors.comparison import differences
+from appliance.verdict import Outcome
+from tests import gpu_process
+from tests.gpu_site import GpuSite
+from tests.sites import MODEL
+
+UUID = "GPU-00000000-0000-0000-0000-0000000000a0"
+OTHER_UUID = "GPU-00000000-0000-0000-0000-0000000000b1"
+
+
+@pytest.fixture
+def kept(tmp_path: Path, checkpoint: Path) -> Iterator[GpuSite]:
+    site = GpuSite(tmp_path, checkpoint, UUID, fake=True)
+    with gpu_process.gpus((UUID, OTHER_UUID), fake=True), site.keeper():
+        yield site
+        gc.collect()
+
+
+def test_weights_loaded_to_a_gpu_are_attached_there_scrubbed_and_loaded_again(kept: GpuSite) -> None:
+    weights = obtain(kept.target(), client_name="engine@m")
+    assert weights.verdict.outcome is Outcome.HIT
+    assert (weights.record.device, len(weights.record.checksums)) == (UUID, len(weights.record.slab_sizes))
+    assert differences(disk.load_verified(kept.target()).module, weights.module, values=False) == []
+    assert weights.client is not None
+    weights.client.close()
+    del weights
+    done = kept.call("scrub", MODEL, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(shard["device"], shard["damaged"]) for shard in found["shards"]] == [(UUID, [])]
+    with kept.client() as client:
+        client.evict(force=False)
+    kept.write(on_miss="load")
+    weights = obtain(kept.target(), client_name="engine@m")
+    assert weights.verdict.outcome is Outcome.DONATED
+    assert differences(disk.load_verified(kept.target()).module, weights.module, values=False) == []
+    assert weights.client is not None
+    weights.client.close()
+
+
+def test_another_gpu_another_model_and_another_capability_are_refused_by_name(
+    kept: GpuSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from appliance.engine import weights as module
+
+    facts = {"device.kind": "cuda", "device.model": "NVIDIA H100", "device.capability": "8.9"}
+    monkeypatch.setattr(module, "device_facts", lambda device: facts)
+    with pytest.raises(MissError) as caught:
+        obtain(kept.target(), client_name="engine@m")
+    assert "device.capability: wanted 8.9, held 9.0" in str(caught.value)
+    assert "device.model: wanted NVIDIA H100, held NVIDIA H200" in str(caught.value)
+    kept.write(gpus=[OTHER_UUID])
+    with pytest.raises(MissError, match=f"gpus: wanted {OTHER_UUID}, held {UUID}"):
+        obtain(kept.target(), client_name="engine@m")
