@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from appliance.errors import NOT_CURED_BY_RESTART
 from appliance.host.plan import make_plan
-from appliance.host.unit_files import APPLIED, Link, applied_manifest, quoted, unit_files
+from appliance.host.unit_files import APPLIED, applied_manifest, unit_files
+from appliance.host.unit_text import Link, quoted
 from appliance.inventory import Gpu
 from appliance.manifest.load import load_manifest
 from appliance.manifest.values import ModelName
@@ -115,7 +116,7 @@ def test_every_name_that_a_manifest_takes_is_a_plain_instance_name() -> None:
     assert not is_accepted(".a")
 
 
-@pytest.mark.parametrize("path", [path for path in SHIPPED_SERVICES if path.name != "checkpoint@.service"], ids=str)
+@pytest.mark.parametrize("path", [UNITS / "engine@.service", UNITS / "weights@.service"], ids=str)
 def test_what_a_restart_does_not_cure_is_not_restarted(path: Path) -> None:
     settings = dict(settings_of(path.read_text()))
     assert set(map(int, settings["RestartPreventExitStatus"].split())) == NOT_CURED_BY_RESTART
@@ -124,7 +125,7 @@ def test_what_a_restart_does_not_cure_is_not_restarted(path: Path) -> None:
     assert settings["StartLimitIntervalSec"] == "0"
 
 
-@pytest.mark.parametrize("path", SHIPPED_SERVICES, ids=str)
+@pytest.mark.parametrize("path", [path for path in SHIPPED_SERVICES if path.name != "engine-stop@.service"], ids=str)
 def test_shipped_units_run_the_installed_release_as_their_user(path: Path) -> None:
     settings = settings_of(path.read_text())
     assert ("User", "appliance") in settings and ("Group", "appliance") in settings
@@ -135,9 +136,19 @@ def test_shipped_units_run_the_installed_release_as_their_user(path: Path) -> No
 
 
 def test_an_engine_may_take_its_time_to_stop_before_its_keeper_is_killed() -> None:
-    engine, weights = (dict(settings_of((UNITS / f"{kind}@.service").read_text())) for kind in ("engine", "weights"))
-    seconds = [int(settings["TimeoutStopSec"].removesuffix("s")) for settings in (engine, weights)]
-    assert seconds[0] < seconds[1]
+    engine, *others = (
+        int(dict(settings_of((UNITS / f"{kind}@.service").read_text()))["TimeoutStopSec"].removesuffix("s"))
+        for kind in ("engine", "engine-stop", "weights")
+    )
+    assert all(engine < seconds for seconds in others)
+
+
+def test_a_keeper_ends_its_engine_in_the_same_words_before_its_stop_and_during_its_start() -> None:
+    before, during = (
+        next(value for name, value in settings_of((UNITS / unit).read_text()) if name.startswith("ExecStop"))
+        for unit in ("engine-stop@.service", "weights@.service")
+    )
+    assert before.lstrip("-+") == during.lstrip("-+")
 
 
 def test_a_hundred_models_are_planned_in_half_a_second(tmp_path: Path) -> None:
