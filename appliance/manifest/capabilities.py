@@ -54,23 +54,12 @@ BACKENDS: Mapping[str, Backend] = {
     ),
 }
 
-# Why a runtime cannot be used yet; None if it can.
-RUNTIMES: Mapping[str, str | None] = {
-    "native": None,
-    "podman": "engines in Podman containers are not supported yet",
-}
-
-
 def capability_findings(path: SettingPath, model: Model) -> Iterator[Finding]:
-    """Yield what this model asks of its engine kind or runtime that they cannot do. `path` is the model's."""
+    """Yield what this model asks of its engine kind that it cannot do. `path` is the model's."""
     backend = BACKENDS[model.engine.kind]
     kind = (*path, "engine", "kind")
     if backend.not_yet:
         yield Finding(kind, backend.not_yet, is_error=False)
-    reason = RUNTIMES[model.engine.runtime]
-    if reason:
-        able = [name for name, missing in RUNTIMES.items() if missing is None]
-        yield Finding((*path, "engine", "runtime"), reason, hint=f"runtime: {' or '.join(able)} can be used")
     for axis in Parallel.model_fields:
         size = getattr(model.parallel, axis)
         if size > 1 and axis not in backend.axes:

@@ -31,6 +31,7 @@ def findings(manifest: Manifest, *, wrong: Collection[SettingPath] = ()) -> Iter
         yield from _draft(path, model)
         yield from _threads(path, model.engine)
         yield from _environment(path, model.engine)
+        yield from _image(path, model.engine)
         yield from capability_findings(path, model)
 
 
@@ -155,6 +156,12 @@ def _threads(path: SettingPath, engine: Engine) -> Iterator[Finding]:
     if engine.threads is not None and engine.cpus and engine.threads > len(engine.cpus):
         what = f"{engine.threads} threads share {len(engine.cpus)} CPUs"
         yield Finding((*path, "engine", "threads"), what, is_error=False)
+
+
+def _image(path: SettingPath, engine: Engine) -> Iterator[Finding]:
+    if engine.runtime == "podman" and engine.image is None:
+        reads = ((*path, "engine", "image"),)
+        yield Finding((*path, "engine", "runtime"), "podman needs an image", hint="say which in engine.image", reads=reads)
 
 
 def _environment(path: SettingPath, engine: Engine) -> Iterator[Finding]:

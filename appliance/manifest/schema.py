@@ -18,6 +18,7 @@ from appliance.manifest.values import (
     EnvironmentName,
     Gpu,
     Host,
+    Image,
     ModelName,
     Port,
     Seconds,
@@ -71,6 +72,11 @@ class Engine(Settings):
 
     kind: Literal["builtin", "vllm"] = Field(default="builtin", description="which server")
     runtime: Literal["native", "podman"] = Field(default="native", description="process of the host, or container")
+    image: Image | None = Field(
+        default=None,
+        description="container image, for runtime: podman",
+        examples=["localhost/appliance-engine:latest"],
+    )
     host: Host = Field(default="127.0.0.1", description="address it listens on")
     port: Port = Field(description="port it listens on", examples=[8001])
     args: tuple[Word, ...] = Field(default=(), description="further arguments, passed on as they are")

@@ -1,4 +1,4 @@
-"""What a single setting of the manifest may hold: ports, hosts, paths, GPUs, CPU lists, durations.
+"""What a single setting of the manifest may hold: ports, hosts, paths, GPUs, CPU lists, images, durations.
 
 Each type refuses what YAML lets through by accident: `port: "8001"`, `port: yes`, `~/models`.
 """
@@ -30,6 +30,8 @@ _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 _GPU_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII | re.IGNORECASE)
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
 _CPU_RANGE = re.compile(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5})\s*)?", re.ASCII)
+# A reference as Podman takes it: registry, name, tag, digest; or an image's id.
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}", re.ASCII)
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -131,6 +133,12 @@ def _parts(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def _image(value: str) -> str:
+    if not _IMAGE.fullmatch(value):
+        raise refusal(f"{shown(value)} is no container image", hint="write it like localhost/appliance-engine:1")
+    return value
+
+
 def _environment_name(value: str) -> str:
     if not _ENVIRONMENT_NAME.fullmatch(value):
         raise refusal(f"{shown(value)} is no name of an environment variable")
@@ -178,4 +186,5 @@ Seconds = Annotated[
     PlainValidator(_seconds),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": 0}]}),
 ]
+Image = Annotated[str, StringConstraints(strict=True), AfterValidator(_image)]
 EnvironmentName = Annotated[str, StringConstraints(strict=True), AfterValidator(_environment_name)]

@@ -4,16 +4,15 @@ from typing import get_args
 
 import pytest
 
-from appliance.manifest.capabilities import BACKENDS, RUNTIMES, capability_findings
+from appliance.manifest.capabilities import BACKENDS, capability_findings
 from appliance.manifest.inventory import every_setting
 from appliance.manifest.schema import Engine, Model, Parallel
 
 PATH = ("models", "chat")
 
 
-def test_the_table_has_every_engine_kind_and_runtime_of_the_schema() -> None:
+def test_the_table_has_every_engine_kind_of_the_schema() -> None:
     assert set(BACKENDS) == set(get_args(Engine.model_fields["kind"].annotation))
-    assert set(RUNTIMES) == set(get_args(Engine.model_fields["runtime"].annotation))
 
 
 def test_the_table_speaks_of_settings_that_there_are() -> None:

@@ -40,7 +40,7 @@ def test_what_the_example_shows_in_comments_is_the_default() -> None:
     changed = {"revision", "engine", "health"}
     shown_model, active_model = shown.model("support-bot"), active.model("support-bot")
     assert shown_model.model_dump(exclude=changed) == active_model.model_dump(exclude=changed)
-    own = {"threads", "cpus", "environment"}
+    own = {"image", "threads", "cpus", "environment"}
     assert shown_model.engine.model_dump(exclude=own) == active_model.engine.model_dump(exclude=own)
     assert shown.model_dump(exclude={"models"}) == active.model_dump(exclude={"models"})
     assert active.model_dump(exclude={"models"}) == Manifest(models={}).model_dump(exclude={"models"})

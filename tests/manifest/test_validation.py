@@ -35,6 +35,7 @@ RIGHT: dict[str, list[object]] = {
     "threads": [1, 8],
     "cpus": ["0-3", [1, 2]],
     "runtime": ["native", "podman", "/run/x" * 20],
+    "image": ["localhost/engine:1"],
     "draft": [{"method": "mtp"}, {"checkpoint": "/d"}, {}],
 }
 WRONG: st.SearchStrategy[object] = st.sampled_from(
