@@ -7,6 +7,8 @@ checkout=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 venv=${APPLIANCE_VENV:-$checkout/.venv}
 readonly checkout
 readonly prefix=/opt/appliance unit_folder=/usr/local/lib/systemd/system
+# Not where Quadlet looks: it would take the place of the native template.
+readonly share=/usr/local/share/appliance quadlets=/etc/containers/systemd
 
 readonly EX_USAGE=64 EX_UNAVAILABLE=69 EX_NOPERM=77
 readonly NEWEST_MINOR=13 OLDEST_MINOR=11
@@ -149,6 +151,7 @@ install_files() {
             install -D -m 0644 -- "$checkout/units/backoff.conf" "$dest$unit_folder/$unit.d/backoff.conf"
         fi
     done
+    install -D -m 0644 -- "$checkout/container/engine@.container" "$dest$share/engine@.container"
     install -D -m 0644 -- "$checkout/units/appliance.sysusers.conf" "$dest/usr/local/lib/sysusers.d/appliance.conf"
     install -D -m 0644 -- "$checkout/units/appliance.tmpfiles.conf" "$dest/usr/local/lib/tmpfiles.d/appliance.conf"
     install -D -m 0644 -- "$checkout/etc/appliance.yaml" "$dest/etc/appliance/appliance.yaml.example"
@@ -185,12 +188,21 @@ uninstall() {
     done
     rm -rf -- "$dest$unit_folder"/{weights,engine}@.service.d
     rm -rf -- "$dest"/etc/systemd/system/{weights,engine,checkpoint}@*.{d,wants} "$dest/etc/systemd/system/appliance.target.wants"
+    for unit in "$dest$quadlets"/engine@*.container; do
+        if [[ $(readlink -- "$unit") == "$share/engine@.container" ]] || is_written_by_apply "$unit"; then
+            rm -rf -- "$unit" "$unit.d"
+        fi
+    done
     rm -f -- "$dest/usr/local/lib/sysusers.d/appliance.conf" "$dest/usr/local/lib/tmpfiles.d/appliance.conf" \
         "$dest/usr/local/bin/appliance"
-    rm -rf -- "$dest$prefix" "$dest/var/lib/appliance-host" "$dest/var/cache/appliance"
+    rm -rf -- "$dest$prefix" "$dest$share" "$dest/var/lib/appliance-host" "$dest/var/cache/appliance"
     [[ -n $dest ]] || systemctl daemon-reload
     say "gone. Left: /etc/appliance (manifest, keys), /var/lib/appliance (pins, canaries), the user appliance, and every" \
         "checkpoint with its signature"
+}
+
+is_written_by_apply() {
+    [[ -f $1 ]] && grep --quiet '^# Written by .appliance apply. from ' -- "$1"
 }
 
 require_root() {

@@ -13,8 +13,10 @@ from appliance.host import doctor as doctors
 from appliance.host import restart as restarts
 from appliance.host.apply import apply as carry_out
 from appliance.host.apply import write_files
+from appliance.host.containers import container_host
 from appliance.host.plan import Change, Plan, make_plan
-from appliance.host.unit_files import Files, unit_files
+from appliance.host.unit_files import unit_files
+from appliance.host.unit_text import Files
 from appliance.manifest.load import load_manifest
 
 DIFFERS = 1
@@ -80,7 +82,8 @@ def doctor(manifest: ManifestOption = MANIFEST, as_json: JsonOption = False) -> 
 
 def _wanted(path: Path) -> Files:
     manifest = load_manifest(path)
-    return unit_files(manifest, PurePosixPath(path.absolute()), inventory.by_name())
+    containers = container_host(manifest)
+    return unit_files(manifest, PurePosixPath(path.absolute()), inventory.by_name(), containers=containers)
 
 
 def _show(found: Plan, *, diffs: bool) -> None:

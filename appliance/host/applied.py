@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from appliance.host.unit_files import APPLIED, heading
+from appliance.host.unit_files import APPLIED
+from appliance.host.unit_text import heading
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest
 

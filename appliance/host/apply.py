@@ -8,7 +8,7 @@ from pathlib import Path
 from appliance.errors import ApplianceError, HostError
 from appliance.host.plan import Action, Change, Plan
 from appliance.host.systemctl import RELOAD_TIMEOUT_S, START_TIMEOUT_S, systemctl
-from appliance.host.unit_files import Link
+from appliance.host.unit_text import Link
 
 
 def apply(plan: Plan, root: Path, *, tell: Callable[[str], None]) -> None:

@@ -4,7 +4,6 @@ import os
 import pwd
 import re
 import resource
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from appliance import __version__, gpus, inventory
 from appliance.checkpoint.keyring import Keyring
 from appliance.errors import ApplianceError
+from appliance.host.containers import DROP_IN_VERSION, QUADLET_VERSION, USER, container_host, podman_version
 from appliance.host.plan import make_plan
 from appliance.host.unit_files import unit_files
 from appliance.manifest.load import load_manifest
@@ -24,10 +24,7 @@ from appliance.run import run
 
 STORE_PRESERVE_VERSION = 254  # FileDescriptorStorePreserve=
 OLDEST_VERSION = 252
-QUADLET_VERSION = (4, 4)
-QUADLET_DROP_IN_VERSION = (5, 0)
 WANTED_FILES = 4096
-USER = "appliance"  # whom units run as
 # A build date says that a clock before it is wrong, whatever a time server thinks.
 EARLIEST_CLOCK = 1_764_000_000.0
 SLOW_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse", "ceph", "9p", "virtiofs", "fuse.sshfs"})
@@ -133,20 +130,18 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _podman() -> Iterator[Finding]:
-    if shutil.which("podman") is None:
-        yield Finding(Level.NOTE, "no Podman: engines run as native units", "apt-get install podman, for containers")
-        return
     try:
-        said = run(["podman", "--version"], timeout_s=20).stdout
+        version = podman_version()
     except ApplianceError as error:
         yield Finding(Level.FAIL, f"Podman: {error.message}", "reinstall it, or remove it")
         return
-    found = re.search(r"(\d+)\.(\d+)", said)
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if version is None:
+        yield Finding(Level.NOTE, "no Podman: engines run as native units", "apt-get install podman, for containers")
+        return
     text = f"Podman {version[0]}.{version[1]}"
     if version < QUADLET_VERSION:
         yield Finding(Level.NOTE, f"{text} has no Quadlet", "upgrade to 5.0 or later for engines in containers")
-    elif version < QUADLET_DROP_IN_VERSION:
+    elif version < DROP_IN_VERSION:
         yield Finding(Level.NOTE, f"{text} reads no drop-ins of Quadlet files", "upgrade to 5.0 or later")
     else:
         yield Finding(Level.OK, f"{text} with Quadlet")
@@ -229,8 +224,13 @@ def _sockets(manifest: Manifest) -> Iterator[Finding]:
 
 def _drift(manifest: Manifest, path: Path) -> Iterator[Finding]:
     try:
-        found = make_plan(unit_files(manifest, PurePosixPath(path.absolute()), inventory.by_name()), Path("/"))
-    except (ApplianceError, OSError) as error:
+        containers = container_host(manifest)
+        wanted = unit_files(manifest, PurePosixPath(path.absolute()), inventory.by_name(), containers=containers)
+        found = make_plan(wanted, Path("/"))
+    except ApplianceError as error:
+        yield Finding(Level.FAIL, f"units: {error.message}", error.hint or "appliance plan says more")
+        return
+    except OSError as error:
         yield Finding(Level.NOTE, f"units: {error}", "run this as root")
         return
     if found:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
-from appliance.host.unit_files import APPLIED, DROP_IN, SHAPING_SETTINGS, TARGET, UNITS, Files, Link
+from appliance.host.containers import QUADLETS, present_container_files
+from appliance.host.unit_files import APPLIED, DROP_IN, SHAPING_SETTINGS, TARGET, UNITS
+from appliance.host.unit_text import Files, Link
 
 # Drop-ins of these names, and links to these templates, are ours.
 _KINDS = ("weights@", "engine@", "checkpoint@")
@@ -80,6 +82,7 @@ def read_present(root: Path) -> Files:
             for path in units.glob(f"{folder}.wants/{kind}*"):
                 if path.is_symlink():
                     files[PurePosixPath(path.relative_to(root))] = Link(str(path.readlink()))
+    files |= present_container_files(root)
     if (applied := root / APPLIED).is_file():
         files[APPLIED] = applied.read_text()
     return files
@@ -97,9 +100,8 @@ def _actions(changes: tuple[Change, ...], wanted: Files) -> Iterator[Action]:
         if unit in new:
             yield Action(unit, Verb.START, "new in the manifest")
             continue
-        change = by_path.get(UNITS / f"{unit}.d" / DROP_IN)
         model = unit.partition("@")[2].rpartition(".")[0]
-        if change is not None and (differing := _differing(change)):
+        if differing := _differing([by_path[path] for path in _files_of(unit) if path in by_path]):
             if unit.startswith("weights@") and any(name.partition(".")[0] in SHAPING_SETTINGS for name in differing):
                 reshaped.add(model)
             yield Action(unit, Verb.RESTART, "; ".join(differing.values()))
@@ -115,9 +117,19 @@ def _enables(path: PurePosixPath) -> bool:
     return path.parent.suffix == ".wants"
 
 
-def _differing(change: Change) -> dict[str, str]:
-    """Return the settings that differ between two drop-ins, each with a line for people."""
-    before, after = (_settings(content) for content in (change.before, change.after))
+def _files_of(unit: str) -> list[PurePosixPath]:
+    """Return where the settings of a unit may be: in a drop-in of its own, or in Quadlet files that it is made from."""
+    container = QUADLETS / f"{unit.removesuffix('.service')}.container"
+    files = [UNITS / f"{unit}.d" / DROP_IN, container.with_name(f"{container.name}.d") / DROP_IN, container]
+    return files if unit.startswith("engine@") else files[:1]
+
+
+def _differing(changes: list[Change]) -> dict[str, str]:
+    """Return the settings that differ between all files before and after, each with a line for people."""
+    before, after = (
+        _settings([line for content in contents for line in _lines(content)])
+        for contents in ([change.before for change in changes], [change.after for change in changes])
+    )
     return {
         name: f"{name}: {' '.join(before.get(name, ['(none)']))} -> {' '.join(after.get(name, ['(none)']))}"
         for name in sorted(before.keys() | after.keys())
@@ -125,9 +137,9 @@ def _differing(change: Change) -> dict[str, str]:
     }
 
 
-def _settings(content: "str | Link | None") -> dict[str, list[str]]:
+def _settings(lines: list[str]) -> dict[str, list[str]]:
     settings: dict[str, list[str]] = {}
-    for line in _lines(content):
+    for line in lines:
         name, equals, value = line.partition("=")
         if equals and not line.startswith("#"):
             settings.setdefault(name, []).append(value)

@@ -6,11 +6,12 @@ difference between two drop-ins says what has to restart, and why.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePosixPath
 
 import yaml
 
+from appliance.host.containers import GENERATED, ContainerHost, container_files, container_settings
+from appliance.host.unit_text import Files, Link, Setting, drop_in, heading, quoted
 from appliance.inventory import Gpu
 from appliance.manifest.schema import Directories, Manifest, Model
 
@@ -33,37 +34,36 @@ ENGINE_SETTINGS = ("engine", "mode", "on_miss", "wait_s", "verify")
 SHAPING_SETTINGS = frozenset(KEEPER_SETTINGS) - {"health"}
 
 
-@dataclass(frozen=True)
-class Link:
-    """A symbolic link, by what it points to."""
-
-    to: str
-
-
-Files = dict[PurePosixPath, "str | Link"]
-Setting = tuple[str, str, str]
-
-
-def unit_files(manifest: Manifest, source: PurePosixPath, gpus: dict[str, Gpu]) -> Files:
+def unit_files(
+    manifest: Manifest, source: PurePosixPath, gpus: dict[str, Gpu], *, containers: ContainerHost | None = None
+) -> Files:
     """Map each path, relative to the host's root, to its contents.
 
-    `source` is the manifest's own path; `gpus` are the host's by UUID and by index as text, for their device nodes.
+    `source` is the manifest's own path; `gpus` are the host's by UUID and by index as text, for their device nodes;
+    `containers` is what containers need to know of the host, and may be left out where the manifest has none.
     """
     files: Files = {APPLIED: applied_manifest(manifest, source)}
     wants = UNITS / f"{TARGET}.wants"
     for name, model in sorted(manifest.models.items()):
-        settings = {"weights": _weights(model, manifest, gpus), "engine": _engine(model, manifest, gpus)}
-        for kind, lines in settings.items():
-            unit = unit_name(kind, name)
-            files[UNITS / f"{unit}.d" / DROP_IN] = _drop_in(source, lines)
-            files[wants / unit] = Link(str(TEMPLATES / f"{kind}@.service"))
+        weights, engine = unit_name("weights", name), unit_name("engine", name)
+        files[UNITS / f"{weights}.d" / DROP_IN] = drop_in(source, _weights(model, manifest, gpus))
+        files[wants / weights] = Link(str(TEMPLATES / "weights@.service"))
+        if model.engine.runtime == "podman":
+            if containers is None:
+                raise ValueError(f"model {name!r} wants a container, on a host of which nothing is known")
+            settings = _container(model, name, manifest, gpus, containers)
+            files |= container_files(escaped(name), source, settings, containers)
+            files[wants / engine] = Link(str(GENERATED / engine))
+        else:
+            files[UNITS / f"{engine}.d" / DROP_IN] = drop_in(source, _engine(model, manifest, gpus))
+            files[wants / engine] = Link(str(TEMPLATES / "engine@.service"))
         if manifest.trust.policy == "signed":
             for suffix in ("path", "timer"):
                 watch = f"checkpoint@{escaped(name)}.{suffix}"
                 files[UNITS / f"{unit_name('weights', name)}.wants" / watch] = Link(
                     str(TEMPLATES / f"checkpoint@.{suffix}")
                 )
-            files[UNITS / f"checkpoint@{escaped(name)}.path.d" / DROP_IN] = _drop_in(source, _watch(model))
+            files[UNITS / f"checkpoint@{escaped(name)}.path.d" / DROP_IN] = drop_in(source, _watch(model))
     return files
 
 
@@ -83,19 +83,6 @@ def applied_manifest(manifest: Manifest, source: PurePosixPath) -> str:
     return f"{heading(source)}\n{text}"
 
 
-def heading(source: PurePath) -> str:
-    """Return the first line of every file that a manifest led to."""
-    return f"# Written by `appliance apply` from {source}: edit that file, not this one."
-
-
-def quoted(text: str) -> str:
-    """Return a value that systemd reads back as exactly this text; systemd.syntax(7), and `%` for specifiers."""
-    escapes = {"\\": "\\\\", '"': '\\"', "%": "%%"}
-    # Systemd ends a line at each of \n, \r and NUL.
-    escapes |= {chr(code): f"\\x{code:02x}" for code in (*range(1, 32), 127)}
-    return '"' + "".join(escapes.get(c, c) for c in text) + '"'
-
-
 def _weights(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[Setting]:
     yield from _access(manifest)
     yield from _devices(model, gpus)
@@ -104,9 +91,18 @@ def _weights(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator
     yield "X-Appliance", "group", manifest.group or "none"
 
 
+def _container(
+    model: Model, name: str, manifest: Manifest, gpus: dict[str, Gpu], host: ContainerHost
+) -> Iterator[Setting]:
+    yield from container_settings(model, name, manifest, gpus, host)
+    yield from _start(model)
+    yield from _recorded(model, ENGINE_SETTINGS)
+    yield "X-Appliance", "trust.policy", manifest.trust.policy
+
+
 def _engine(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[Setting]:
     engine = model.engine
-    yield "Service", "TimeoutStartSec", f"{model.wait_s + OWN_START_S:g}s"
+    yield from _start(model)
     yield from _access(manifest)
     if engine.cpus:
         yield "Service", "CPUAffinity", " ".join(map(str, sorted(engine.cpus)))
@@ -115,6 +111,10 @@ def _engine(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator[
     yield from _devices(model, gpus)
     yield from _recorded(model, ENGINE_SETTINGS)
     yield "X-Appliance", "trust.policy", manifest.trust.policy
+
+
+def _start(model: Model) -> Iterator[Setting]:
+    yield "Service", "TimeoutStartSec", f"{model.wait_s + OWN_START_S:g}s"
 
 
 def _access(manifest: Manifest) -> Iterator[Setting]:
@@ -156,14 +156,3 @@ def _flat(name: str, value: object) -> Iterator[Setting]:
     elif value not in (None, [], ""):
         text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         yield "X-Appliance", name, " ".join(text.split())
-
-
-def _drop_in(source: PurePosixPath, settings: Iterator[Setting]) -> str:
-    lines = [heading(source), "[Unit]", f"SourcePath={source}"]
-    section = "Unit"
-    for group, name, value in settings:
-        if group != section:
-            section = group
-            lines += ["", f"[{group}]"]
-        lines.append(f"{name}={value}")
-    return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from tests.host.machine import Completed, Machine
 from tests.host.root import Kind
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SHIPPED = ("appliance", "units", "etc", "install.sh", "constraints.txt", "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = ("appliance", "container", "units", "etc", "install.sh", "constraints.txt", "pyproject.toml", "README.md", "LICENSE")
 INSTALL_TIMEOUT_S = 900.0
 START_TIMEOUT_S = 120.0
 MODEL = "m"

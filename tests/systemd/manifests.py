@@ -5,7 +5,8 @@ from typing import Any
 
 import yaml
 
-from appliance.host.unit_files import Files, unit_files
+from appliance.host.unit_files import unit_files
+from appliance.host.unit_text import Files
 from appliance.inventory import Gpu
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest

@@ -6,7 +6,7 @@ import pytest
 from appliance.errors import HostError
 from appliance.host.apply import apply, write_files
 from appliance.host.plan import Action, Change, Plan, Verb
-from appliance.host.unit_files import Link
+from appliance.host.unit_text import Link
 
 OLD, NEW = PurePosixPath("etc/old.conf"), PurePosixPath("etc/new.d/new.conf")
 CHANGES = (

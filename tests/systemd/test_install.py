@@ -20,10 +20,12 @@ LANDED = (
     "usr/local/lib/systemd/system/checkpoint@.path",
     "usr/local/lib/systemd/system/checkpoint@.service",
     "usr/local/lib/systemd/system/checkpoint@.timer",
+    "usr/local/lib/systemd/system/engine-stop@.service",
     "usr/local/lib/systemd/system/engine@.service",
     "usr/local/lib/systemd/system/engine@.service.d/backoff.conf",
     "usr/local/lib/systemd/system/weights@.service",
     "usr/local/lib/systemd/system/weights@.service.d/backoff.conf",
+    "usr/local/share/appliance/engine@.container",
     "usr/local/lib/sysusers.d/appliance.conf",
     "usr/local/lib/tmpfiles.d/appliance.conf",
 )
