@@ -10,11 +10,13 @@ case $1 in
     root=$2 scratch=$3
     shift 3
     mount -t tmpfs -o mode=0755 scratch "$scratch"
-    mkdir "$scratch/changes" "$scratch/work" "$scratch/root"
+    mkdir "$scratch/changes" "$scratch/work" "$scratch/root" "$scratch/containers"
     # A relative lower directory: its name may have a colon, which would end it.
     cd -- "$root"
     mount -t overlay -o "lowerdir=.,upperdir=$scratch/changes,workdir=$scratch/work" overlay "$scratch/root"
     cd /
+    # An overlay cannot lie on an overlay: Podman would copy a whole image for each container.
+    mkdir -p "$scratch/root/var/lib/containers"
     # nspawn leaves directories there when it is killed.
     mkdir -p /run/systemd/nspawn
     mount -t tmpfs -o mode=0755 nspawn /run/systemd/nspawn
@@ -24,7 +26,8 @@ case $1 in
     while [ "$status" -eq 133 ]; do
         status=0
         systemd-nspawn --quiet --register=no --keep-unit --link-journal=no --capability=all \
-            --system-call-filter='@keyring bpf' --notify-ready=yes --directory="$scratch/root" "$@" --boot || status=$?
+            --system-call-filter='@keyring bpf' --notify-ready=yes --directory="$scratch/root" \
+            --bind="$scratch/containers:/var/lib/containers" "$@" --boot || status=$?
     done
     exit "$status"
     ;;
