@@ -47,6 +47,8 @@ class KeeperClient:
     def __init__(self, channel: socket.socket, path: Path) -> None:
         self._channel = channel
         self._path = path
+        # Said while we asked for something else; wait_for_hangup tells.
+        self._leave: str | None = None
         self._described: dict[tuple[str, int], str] = {}
 
     @classmethod
@@ -151,8 +153,11 @@ class KeeperClient:
         """Have every shard freed and return the bytes; RefusedError while one is leased, unless forced."""
         return self._ask(wire.Evict(force=force), wire.Evicted).size_bytes
 
-    def wait_for_hangup(self) -> None:
-        """Block until the keeper goes away or closes the lease."""
+    def wait_for_hangup(self) -> str | None:
+        """Block until the keeper goes away or closes the lease, and return None; or until it wants our end, and why."""
+        if self._leave is not None:
+            why, self._leave = self._leave, None
+            return why
         with contextlib.suppress(OSError, PeerError):
             while True:
                 self._channel.settimeout(None)
@@ -161,8 +166,11 @@ class KeeperClient:
                 except TimeoutError:  # set by another thread, which reports over this connection
                     continue
                 if packet is None:
-                    return
+                    return None
                 packet.close()
+                if isinstance(packet.message, wire.Leave):
+                    return packet.message.detail
+        return None
 
     def close(self) -> None:
         # Wakes a thread in wait_for_hangup, which a plain close would leave asleep.
@@ -200,6 +208,9 @@ class KeeperClient:
                     raise PeerError(f"the keeper at {self._path} closed the connection")
                 if isinstance(packet.message, wire.Progress):
                     on_progress(packet.message.text)
+                    continue
+                if isinstance(packet.message, wire.Leave):
+                    self._leave = packet.message.detail
                     continue
                 if isinstance(packet.message, expected):
                     return packet

@@ -23,6 +23,7 @@ from appliance.gpus import GpuState, gpu_states
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest, Model
 from appliance.progress import telling
+from appliance.room import crowded
 
 # The packages whose versions decide how an engine lays weights out.
 ENGINE_PACKAGES = {"builtin": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}
@@ -122,11 +123,13 @@ def keeper_settings(
         event(warning, priority=WARNING, model=name)
     target: Fingerprint | None = None
     signer, refusal = "", None
+    no_room: tuple[str, ...] = ()
     try:
         trust = trust_of(manifest)
         identity = identify(model.checkpoint, trust, on_progress=telling("pinning", on_progress))
         if verify:
             verify_all(identity, manifest.directories.state, on_progress=telling("verifying", on_progress))
+            no_room = crowded(identity, devices(model))
         target, signer = target_fingerprint(model, identity), identity.signer
     except ApplianceError as error:
         refusal = {"detail": str(error), "exit_status": error.exit_status}
@@ -141,6 +144,7 @@ def keeper_settings(
         "target": None if target is None else target.to_json(),
         "refusal": refusal,
         "loader": loader,
+        "crowded": no_room,
     }
 
 

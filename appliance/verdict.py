@@ -32,6 +32,8 @@ class Reason(StrEnum):
     NOT_PERMITTED = "not_permitted"
     PROTOCOL = "protocol"
     BUSY = "busy"
+    STALE_MEMORY = "stale_memory"
+    NO_ROOM = "no_room"
 
 
 @dataclass(frozen=True)

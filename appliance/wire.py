@@ -101,6 +101,14 @@ class Renewed(Message):
 
 
 @dataclass(frozen=True)
+class Leave(Message):
+    """From a keeper to whoever leases a shard: end, there is no room for what replaces it beside it. No reply."""
+
+    op: ClassVar[str] = "leave"
+    detail: str
+
+
+@dataclass(frozen=True)
 class Offer(Message):
     """Ask to be the one that fills a slot. `replace` drops an unleased shard of another fingerprint first."""
 

@@ -36,8 +36,8 @@ def environment(python: Path, uuids: tuple[str, ...], *, fake: bool) -> dict[str
 
 
 @contextmanager
-def gpus(uuids: tuple[str, ...], *, fake: bool, torch: bool = True) -> Iterator[None]:
-    """Let these be this process's GPUs."""
+def gpus(uuids: tuple[str, ...], *, fake: bool, torch: bool = True, boot: str = "0") -> Iterator[None]:
+    """Let these be this process's GPUs; of fake ones, those of another boot do not know each other's memory."""
     found = [Gpu(index, uuid, "NVIDIA H200") for index, uuid in enumerate(uuids)]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(inventory, "gpus", lambda folder=None: found))
@@ -49,7 +49,7 @@ def gpus(uuids: tuple[str, ...], *, fake: bool, torch: bool = True) -> Iterator[
             from tests.slabs.cpu_gpu import installed
             from tests.slabs.fake_driver import FakeCuda, FakeGpu
 
-            stack.enter_context(installed(FakeCuda([FakeGpu(uuid) for uuid in uuids])))
+            stack.enter_context(installed(FakeCuda([FakeGpu(uuid) for uuid in uuids], boot=boot)))
             stack.enter_context(mock.patch.object(disk, "torch_device", lambda device: real_torch.device("cpu")))
             facts = {"device.kind": "cuda", "device.model": "NVIDIA H200", "device.capability": "9.0"}
             stack.enter_context(mock.patch.object(engine_weights, "device_facts", lambda device: facts))

@@ -339,6 +339,21 @@ def test_a_report_of_another_thread_is_no_hang_up(serving: Serving, monkeypatch:
         assert not thread.is_alive()
 
 
+def test_being_asked_to_leave_ends_the_waiting_and_not_the_lease(serving: Serving) -> None:
+    shard = serving.put(shard_of())
+    with serving.connect() as client:
+        attach(client, fingerprint_of(TARGET))
+        serving.wait_until(lambda: len(serving.holdings.leases) == 1)
+        (lease,) = serving.holdings.leases
+        serving.call(lambda: lease.ask_to_leave("no room"))
+        # Whatever is asked for meanwhile is answered all the same.
+        client.scrubbed(shard_id=shard.record.shard_id, damaged=[])
+        assert client.wait_for_hangup() == "no room"
+        serving.call(lambda: lease.ask_to_leave("still no room"))
+        assert client.wait_for_hangup() == "still no room"
+        assert serving.holdings.leases == {lease}
+
+
 def test_closing_wakes_who_waits_for_the_hang_up(serving: Serving) -> None:
     client = serving.connect()
     thread = threading.Thread(target=client.wait_for_hangup)

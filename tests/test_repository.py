@@ -38,7 +38,7 @@ PARTS = (
         "tenants",
     ),
     *("checkpoint", "manifest", "slabs", "layout", "configs"),
-    *("fingerprint", "progress", "record", "verdict", "wire", "target", "client", "canary"),
+    *("fingerprint", "progress", "record", "verdict", "wire", "room", "target", "client", "canary"),
     *("keeper", "tensors", "handover"),
     *("engine", "vllm", "loader"),
     *("up", "host", "demo", "cli", "__main__"),

@@ -1,6 +1,8 @@
 """The lease of an attached shard: an open connection to the keeper, made again whenever the keeper comes back."""
 
 import contextlib
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,18 +10,36 @@ from pathlib import Path
 from appliance.client import KeeperClient, RefusedError
 from appliance.errors import ApplianceError
 from appliance.events import WARNING, event
+from appliance.verdict import Reason
 
 RETRY_S = 0.5
 
 
-class Lease:
-    """Owns the connection and the thread that watches it. The mapping itself needs neither to stay valid."""
+def end_process() -> None:
+    """Ask this process to end as whoever runs it would; that one starts it again."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    def __init__(self, client: KeeperClient, path: Path, *, shard_id: str, name: str) -> None:
+
+class Lease:
+    """Owns the connection and the thread that watches it. The mapping itself needs neither to stay valid.
+
+    `leave` is called where the keeper needs this shard's memory for the weights that replace it.
+    """
+
+    def __init__(
+        self,
+        client: KeeperClient,
+        path: Path,
+        *,
+        shard_id: str,
+        name: str,
+        leave: Callable[[], None] = end_process,
+    ) -> None:
         self._client: KeeperClient | None = client
         self._path = path
         self._shard_id = shard_id
         self._name = name
+        self._leave = leave
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
@@ -52,7 +72,9 @@ class Lease:
     def _watch(self) -> None:
         client = self._client
         while client is not None:
-            client.wait_for_hangup()
+            while (why := client.wait_for_hangup()) is not None:
+                # The lease stays until the memory is really given back, with the process.
+                self._go(why)
             with self._lock:
                 self._client = None
                 client.close()
@@ -68,6 +90,11 @@ class Lease:
                 if client is not None and self._ended.is_set():
                     client.close()
 
+    def _go(self, why: str) -> None:
+        if not self._ended.is_set():
+            event(f"ending, to come back with other weights: {why}", priority=WARNING)
+            self._leave()
+
     def _renewed(self) -> KeeperClient | None:
         while not self._ended.wait(RETRY_S):
             try:
@@ -78,6 +105,9 @@ class Lease:
                 client.renew(shard_id=self._shard_id, client=self._name)
             except RefusedError as error:
                 client.close()
+                if error.verdict.reason is Reason.NO_ROOM:
+                    self._go(error.verdict.detail)
+                    return None
                 event(f"the keeper that came back holds other weights: {error}", priority=WARNING)
                 return None
             except ApplianceError:

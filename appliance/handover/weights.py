@@ -139,7 +139,15 @@ class _Taker:
             close_all(slabs)
             raise
         built = time.monotonic()
-        self._bind(module, described.layout, record, slabs, stage)
+        try:
+            self._bind(module, described.layout, record, slabs, stage)
+        except PeerError as error:
+            # The keeper checked none of this: it opens no device.
+            client.report(refused(Reason.STALE_MEMORY, str(error)), {})
+            raise ResourceError(
+                f"what the keeper holds cannot be mapped: {error.message}",
+                hint=f"was the GPU reset, or its driver restarted? {terms.unit} loads the weights again",
+            ) from error
         bound = time.monotonic()
         module = source.finish(module, stage)
         phases = {

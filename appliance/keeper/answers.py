@@ -1,6 +1,7 @@
 """What a keeper answers to each message of a client: who may attach, fill a slot, evict, and why not."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ MAX_CLIENT_CHARS = 100
 MAX_TEXT_CHARS = 200
 MAX_DETAIL_CHARS = 2000
 MAX_PHASES = 40
+STALE_AGAIN_S = 600.0
 
 
 class Answers:
@@ -41,6 +43,7 @@ class Answers:
         self._target = target
         self._status = status
         self._storing: set[str] = set()
+        self._stale_again_at = 0.0
 
     async def answer(self, connection: Connection, packet: wire.Packet) -> None:
         """Do what a message asks. RefuseError is the answer no; PeerError ends the connection."""
@@ -60,7 +63,7 @@ class Answers:
             case wire.Donate():
                 await self._donate(connection, packet)
             case wire.Report() as said:
-                self._report(connection, said)
+                await self._report(connection, said)
             case wire.Scrubbed() as said:
                 self._scrubbed(connection, said)
             case wire.CheckpointSeen() as said:
@@ -84,7 +87,7 @@ class Answers:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(max(asked.wait_s, 0.0), MAX_WAIT_S)
         told = ""
-        while (shard := self._holdings.shard(key)) is None:
+        while (shard := self._holdings.shard(key)) is None or self._holdings.clearing:
             # Nothing will come while the checkpoint is refused.
             if self._holdings.refusal or loop.time() >= deadline:
                 raise RefuseError(self._why_not_resident())
@@ -121,12 +124,16 @@ class Answers:
     def _renew(self, connection: Connection, asked: wire.Renew) -> None:
         _name(connection, asked.client)
         shard = self._holdings.shard_of_id(asked.shard_id)
+        if shard is None and self._holdings.clearing:
+            raise RefuseError(refused(Reason.NO_ROOM, self._holdings.clearing))
         if shard is None:
             raise RefuseError(
                 refused(Reason.UNKNOWN_SHARD, "these weights are no longer held; running engines keep them")
             )
         connection.send(wire.Renewed())
         self._lease(connection, shard, Outcome.HIT)
+        if self._holdings.clearing:
+            connection.send(wire.Leave(detail=self._holdings.clearing))
         event(f"lease renewed: {connection.client}", model=self._model, pid=connection.peer.pid)
 
     async def _offer(self, connection: Connection, asked: wire.Offer) -> None:
@@ -209,7 +216,7 @@ class Answers:
         finally:
             self._storing.discard(shard.record.shard_id)
 
-    def _report(self, connection: Connection, said: wire.Report) -> None:
+    async def _report(self, connection: Connection, said: wire.Report) -> None:
         if said.verdict not in set(Outcome):
             raise PeerError(f"unknown verdict {said.verdict[:40]!r}")
         for lease in connection.leases:
@@ -220,6 +227,25 @@ class Answers:
             except ValueError as error:
                 raise PeerError(f"unknown reason {said.reason[:40]!r}") from error
             self._judge(connection, refused(reason, printable(said.detail[:MAX_DETAIL_CHARS])))
+            if reason is Reason.STALE_MEMORY:
+                await self._drop_stale(connection)
+
+    async def _drop_stale(self, connection: Connection) -> None:
+        """Free shards that this client could not map, so that they are loaded again; not where others have them mapped.
+
+        Not twice in a while either: what cannot be mapped may be the client's own fault.
+        """
+        now = asyncio.get_running_loop().time()
+        if not connection.peer.is_owner or now < self._stale_again_at:
+            return
+        for lease in set(connection.leases):
+            shard = self._holdings.shard_of_id(lease.shard_id)
+            if shard is None or self._holdings.leased(shard) != [lease]:
+                continue
+            self._stale_again_at = now + STALE_AGAIN_S
+            self._holdings.take(shard.slot)
+            event("freeing weights that their driver does not know any more", priority=WARNING, model=self._model)
+            await asyncio.to_thread(self._custody.drop, shard)
 
     def _scrubbed(self, connection: Connection, said: wire.Scrubbed) -> None:
         shard = self._holdings.shard_of_id(said.shard_id)
@@ -258,6 +284,7 @@ class Answers:
                 raise RefuseError(refused(Reason.LOADING, self._holdings.progress or "a load is running"))
         size_bytes = self._holdings.size_bytes
         self._holdings.evicted = True
+        self._holdings.clearing = ""
         self._holdings.forget_donors()
         shards = [shard for key in self._holdings.slot_keys if (shard := self._holdings.take(key)) is not None]
         await asyncio.to_thread(self._custody.drop, *shards)
@@ -268,7 +295,14 @@ class Answers:
         # One for each shard, however often a client asks for it.
         if all(lease.shard_id != shard.record.shard_id for lease in connection.leases):
             peer = connection.peer
-            lease = Lease(connection.client, peer.pid, peer.uid, shard.record.shard_id, outcome)
+            lease = Lease(
+                connection.client,
+                peer.pid,
+                peer.uid,
+                shard.record.shard_id,
+                outcome,
+                ask_to_leave=lambda why: _ask_to_leave(connection, why),
+            )
             connection.leases.add(lease)
             self._holdings.leases.add(lease)
             self._holdings.touch()
@@ -312,6 +346,12 @@ async def _expect_gone(connection: Connection) -> None:
         raise GoneError(f"{connection.client} is gone")
     packet.close()
     raise PeerError(f"{connection.client} spoke while it waited")
+
+
+def _ask_to_leave(connection: Connection, why: str) -> None:
+    # One who does not read ends when it does; one who is gone has ended.
+    with contextlib.suppress(PeerError):
+        connection.send(wire.Leave(detail=why))
 
 
 def _name(connection: Connection, client: str) -> None:

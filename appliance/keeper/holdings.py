@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -47,6 +47,8 @@ class Lease:
     outcome: Outcome
     since: float = field(default_factory=time.time)
     phases_s: dict[str, float] = field(default_factory=dict)
+    # Asks whoever holds it to end; says why.
+    ask_to_leave: Callable[[str], None] = lambda why: None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -64,7 +66,8 @@ class Holdings:
     """The slots of one model. Shards put in are owned here until they are taken out.
 
     `progress` is what goes on now, `trouble` what went wrong last, `refusal` why the checkpoint on disk may not be
-    loaded. After an eviction nothing is loaded until somebody donates: the operator wants the memory.
+    loaded. `clearing` is why whoever leases a shard must end, while there is no room for what replaces it beside it.
+    After an eviction nothing is loaded until somebody donates: the operator wants the memory.
     """
 
     def __init__(self) -> None:
@@ -80,6 +83,7 @@ class Holdings:
         self.progress = ""
         self.trouble = ""
         self.refusal = ""
+        self.clearing = ""
         self.evicted = False
 
     def lay_out(self, slots: Iterable[Slot]) -> None:
@@ -139,7 +143,7 @@ class Holdings:
         self.evicted = False
         self.progress = ""
         if not self.missing:
-            self.trouble = ""
+            self.trouble = self.clearing = ""
         self.touch()
 
     def take(self, key: SlotKey) -> Shard | None:

@@ -25,6 +25,7 @@ from appliance.notify import Named, Notifier
 
 START_EXTENSION_S = 300.0
 HEALTH_RETRY_S = 5.0
+LEAVE_TIMEOUT_S = 90.0  # an engine finishes the answers that it has begun
 
 
 class Keeper:
@@ -156,9 +157,30 @@ class Keeper:
         if verified.target != settings.target:
             self._refuse("the checkpoint or the manifest changed while it was verified: restart this keeper")
             return
+        if leased := [shard for shard in foreign if shard.record.device in verified.crowded]:
+            await self._clear(leased)
         taken = [shard for shard in foreign if self._holdings.take(shard.slot) is not None]
         self._holdings.lay_out(settings.slots)
         await asyncio.to_thread(self._custody.drop, *taken)
+
+    async def _clear(self, shards: Sequence[Shard]) -> None:
+        """Ask whoever leases these shards to end, and wait for that: their memory is needed for what replaces them."""
+        self._holdings.clearing = "no room for the new weights beside the old"
+        while leases := [lease for shard in shards for lease in self._holdings.leased(shard)]:
+            names = ", ".join(sorted({f"{lease.client} (pid {lease.pid})" for lease in leases}))
+            self._progress(f"{self._holdings.clearing}: waiting for the end of {names}")
+            event(self._holdings.progress, priority=WARNING, model=self._model)
+            for lease in leases:
+                lease.ask_to_leave(self._holdings.clearing)
+            try:
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                    while any(lease in self._holdings.leases for lease in leases):
+                        await self._holdings.changed()
+            except TimeoutError:
+                # They keep the memory, and the loader, which finds no room, tries until it does.
+                event("they did not end; going on without them", priority=WARNING, model=self._model)
+                break
+        self._progress("")
 
     async def _fill(self, settings: KeeperSettings) -> None:
         try:
@@ -171,6 +193,7 @@ class Keeper:
     def _refuse(self, detail: str) -> None:
         self._target = None
         self._holdings.refusal = detail
+        self._holdings.clearing = ""
         self._holdings.touch()
         event(
             f"checkpoint refused, keeping what is resident: {detail}",

@@ -43,7 +43,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class KeeperSettings:
-    """`target` is None exactly where `refusal` is set."""
+    """`target` is None exactly where `refusal` is set.
+
+    `crowded` are the devices that have no room for these weights beside what is on them; known once they were verified.
+    """
 
     model: str
     runtime: Path
@@ -55,6 +58,7 @@ class KeeperSettings:
     refusal: Refusal | None
     loader: tuple[str, ...]
     raw: bytes
+    crowded: tuple[str, ...] = ()
 
     @property
     def socket_path(self) -> Path:
@@ -101,6 +105,7 @@ def _from_json(body: Any, raw: bytes) -> KeeperSettings:
         refusal=None if refusal is None else Refusal(refusal["detail"], refusal["exit_status"]),
         loader=tuple(body["loader"]),
         raw=raw,
+        crowded=tuple(body.get("crowded", ())),
     )
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from appliance.engine import disk
 from appliance.engine.weights import obtain
-from appliance.errors import MissError
+from appliance.errors import MissError, ResourceError
 from appliance.tensors.comparison import differences
 from appliance.verdict import Outcome
 from tests import gpu_process
 from tests.gpu_site import GpuSite
-from tests.sites import MODEL
+from tests.sites import MODEL, WAIT_S
 
 UUID = "GPU-00000000-0000-0000-0000-0000000000a0"
 OTHER_UUID = "GPU-00000000-0000-0000-0000-0000000000b1"
@@ -64,3 +64,29 @@ def test_another_gpu_another_model_and_another_capability_are_refused_by_name(
     kept.write(gpus=[OTHER_UUID])
     with pytest.raises(MissError, match=f"gpus: wanted {OTHER_UUID}, held {UUID}"):
         obtain(kept.target(), client_name="engine@m")
+
+
+def test_memory_that_the_driver_does_not_know_any_more_is_an_error_and_loaded_again(kept: GpuSite) -> None:
+    with kept.client() as client:
+        described = client.describe(role="target", rank=0, wait_s=0)
+        described.configs.close()
+    before = described.record.shard_id
+    with gpu_process.gpus((UUID,), fake=True, boot="1"):
+        with pytest.raises(ResourceError, match="cannot be mapped") as caught:
+            obtain(kept.target(), client_name="engine@m")
+        assert "driver restarted? weights@m loads the weights again" in str(caught.value.hint)
+    with kept.client() as client:
+        described = client.describe(role="target", rank=0, wait_s=WAIT_S)
+        described.configs.close()
+        assert described.record.shard_id != before
+        assert [one["reason"] for one in client.status()["verdicts"] if one["reason"]] == ["stale_memory"]
+
+
+def test_what_one_process_cannot_map_is_kept_while_others_have_it(kept: GpuSite) -> None:
+    weights = obtain(kept.target(), client_name="engine@m")
+    with gpu_process.gpus((UUID,), fake=True, boot="1"), pytest.raises(ResourceError, match="cannot be mapped"):
+        obtain(kept.target(), client_name="other")
+    assert kept.status()["state"] == "resident"
+    assert kept.status()["shards"][0]["shard_id"] == weights.record.shard_id
+    assert weights.client is not None
+    weights.client.close()

@@ -97,6 +97,7 @@ def settings_json(
     loader: Sequence[str] = ("/bin/false",),
     gid: int | None = None,
     health_port: int | None = None,
+    crowded: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what `python -m appliance.target` would print."""
     return {
@@ -109,6 +110,7 @@ def settings_json(
         "target": None if target is None or refusal is not None else target.to_json(),
         "refusal": None if refusal is None else {"detail": refusal.detail, "exit_status": refusal.exit_status},
         "loader": list(loader),
+        "crowded": list(crowded),
     }
 
 

@@ -1,18 +1,19 @@
 """Old weights are served until the checkpoint that replaces them is verified, and for good where it is refused."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from appliance.client import KeeperClient, RefusedError
 from appliance.errors import EXIT_CONFIG, EXIT_TRUST
-from appliance.keeper import settings
+from appliance.keeper import keeper, settings
 from appliance.notify import Named
 from appliance.verdict import Reason
 from tests.keeper.serving import attach, offer
 from tests.keeper.shards import OTHER_TARGET, TARGET, fingerprint_of, shard_of
-from tests.keeper.stage import BAD_SIGNATURE, CORRUPT, Stage, given_back, living, set_up, stored
+from tests.keeper.stage import BAD_SIGNATURE, CORRUPT, TIMEOUT_S, Stage, given_back, living, set_up, stored
 from tests.service_manager import ServiceManager
 
 NEW = TARGET.root_digest
@@ -189,5 +190,74 @@ def test_nothing_replaces_old_weights_while_the_new_checkpoint_is_no_good(
             await life.settled()
             await asyncio.to_thread(replace)
             assert life.held == {(OLD, 0), (OLD, 1)}
+
+    asyncio.run(live())
+
+
+def test_without_room_for_both_the_old_weights_are_waited_for_until_their_users_end(
+    stage: Stage, manager: ServiceManager
+) -> None:
+    handed_over = given_back(stage, manager, "another")
+    stage.will_verify(crowded=["cpu"])
+    asked = threading.Event()
+
+    def use(shard_id: str, ask: threading.Event) -> None:
+        with KeeperClient.connect(stage.socket_path, timeout_s=TIMEOUT_S) as engine:
+            engine.renew(shard_id=shard_id, client="engine@m")
+            assert engine.wait_for_hangup() == "no room for the new weights beside the old"
+            # Nobody is told of the old weights any more, and they are here until this engine has ended.
+            with KeeperClient.connect(stage.socket_path) as other, pytest.raises(RefusedError) as caught:
+                other.describe(role="target", rank=0, wait_s=0)
+            assert caught.value.verdict.reason is Reason.LOADING
+            assert "waiting for the end of engine@m" in caught.value.verdict.detail
+            assert stage.loads == 0
+            ask.set()
+
+    async def live() -> None:
+        async with living(stage, manager, handed_over) as life:
+            while not (old := [shard for shard in life.holdings.shards() if shard.record.target == OTHER_TARGET]):
+                await life.holdings.changed()
+            await asyncio.to_thread(use, old[0].record.shard_id, asked)
+            await life.settled()
+            assert life.held == {(NEW, 0), (NEW, 1)}
+            assert life.holdings.clearing == ""
+
+    asyncio.run(live())
+    assert asked.is_set()
+
+
+def test_users_of_old_weights_that_do_not_end_are_not_waited_for_for_ever(
+    stage: Stage, manager: ServiceManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LEAVE_TIMEOUT_S", 0.05)
+    handed_over = given_back(stage, manager, "another")
+    stage.will_verify(crowded=["cpu"])
+    clients: list[KeeperClient] = []
+
+    def use(shard_id: str) -> None:
+        clients.append(KeeperClient.connect(stage.socket_path, timeout_s=TIMEOUT_S))
+        clients[0].renew(shard_id=shard_id, client="engine@m")
+
+    async def live() -> None:
+        async with living(stage, manager, handed_over) as life:
+            while not (old := list(life.holdings.shards())):
+                await life.holdings.changed()
+            await asyncio.to_thread(use, old[0].record.shard_id)
+            await life.settled()
+            assert life.held == {(NEW, 0), (NEW, 1)}
+
+    asyncio.run(live())
+    clients[0].close()
+
+
+def test_with_room_for_both_nobody_is_asked_to_end(stage: Stage, manager: ServiceManager) -> None:
+    handed_over = given_back(stage, manager, "another")
+    stage.will_verify(crowded=["GPU-11111111-2222-3333-4444-555555555555"])
+
+    async def live() -> None:
+        async with living(stage, manager, handed_over) as life:
+            await life.settled()
+            assert life.held == {(NEW, 0), (NEW, 1)}
+            assert life.holdings.clearing == ""
 
     asyncio.run(live())

@@ -47,6 +47,7 @@ class FakeCuda:
     calls: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     busy: bool = False
+    boot: str = "0"  # memory of another boot of the driver is not known to this one
     images: Any = None  # a FakeNvrtc, where kernels are to run
 
     def __post_init__(self) -> None:
@@ -184,7 +185,7 @@ class FakeCuda:
         ordinal = properties.location.id
         if size_bytes > self._free_bytes(ordinal):
             raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-        fd = os.memfd_create(_NAME + self._gpu(ordinal).uuid, os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"{_NAME}{self.boot}-{self._gpu(ordinal).uuid}", os.MFD_CLOEXEC)
         os.ftruncate(fd, size_bytes)
         return self._new_handle(Memory(fd, size_bytes, ordinal))
 
@@ -218,7 +219,10 @@ class FakeCuda:
         name = target.removeprefix(f"/memfd:{_NAME}").removesuffix(" (deleted)")
         if name == target.removesuffix(" (deleted)"):
             raise invalid()
-        ordinal = next((number for number, gpu in enumerate(self.gpus) if gpu.uuid == name), None)
+        boot, _, uuid = name.partition("-")
+        if boot != self.boot:
+            raise invalid()
+        ordinal = next((number for number, gpu in enumerate(self.gpus) if gpu.uuid == uuid), None)
         if ordinal is None:
             raise Refused(CUresult.CUDA_ERROR_INVALID_DEVICE)
         return self._new_handle(Memory(os.dup(fd), os.fstat(fd).st_size, ordinal))
@@ -370,7 +374,7 @@ class FakeCuda:
         sizes = {}
         for entry in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # the listing's own descriptor
-                if str(entry.readlink()).startswith(f"/memfd:{_NAME}{self.gpus[ordinal].uuid}"):
+                if str(entry.readlink()).startswith(f"/memfd:{_NAME}{self.boot}-{self.gpus[ordinal].uuid}"):
                     stat = entry.stat()
                     sizes[stat.st_ino] = stat.st_size
         return self.gpus[ordinal].total_bytes - sum(sizes.values())
