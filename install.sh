@@ -101,6 +101,7 @@ install_on_host() {
     # A release that is not complete is nothing to go back to.
     trap 'rm -rf -- "$venv"' EXIT
     make_venv
+    begin_with "$dest$prefix/current"
     install_release
     trap - EXIT
     # One rename: whoever starts now gets the old release or the new one, whole.
@@ -120,6 +121,22 @@ install_on_host() {
     remove_old_releases "$release"
     say "installed. Next: edit /etc/appliance/appliance.yaml, put public keys into /etc/appliance/trust," \
         "then: appliance check && appliance apply && appliance doctor"
+}
+
+# begin_with RELEASE: an upgrade begins with links to the packages of the release before. What pip replaces it unlinks
+# first, so that release stays as it was; the rest is neither fetched again nor twice on disk and in memory.
+begin_with() {
+    local own old
+    own=$(echo "$venv"/lib/python3.*/site-packages)
+    old=$1/${own#"$venv/"}
+    [[ -d $old ]] || return 0
+    if cp --archive --link -- "$old" "$own.linked"; then
+        rm -rf -- "$own"
+        mv -T -- "$own.linked" "$own"
+        rm -rf -- "$own"/appliance{,-*}
+    else
+        rm -rf -- "$own.linked"
+    fi
 }
 
 # The package as a wheel's copy, not this checkout: it may move or change after this.
