@@ -21,6 +21,8 @@ CROWD_TIMEOUT_S = 5.0
 RETRY_S = 0.05
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its NUL
 
+_WHERE = "is weights@MODEL running? For a container: is the folder of this socket mounted into it?"
+
 Reply = TypeVar("Reply", bound=wire.Message)
 
 
@@ -68,12 +70,12 @@ class KeeperClient:
             except OSError as error:
                 channel.close()
                 if isinstance(error, PermissionError):
-                    raise ConfigError(f"{path}: not permitted to connect", hint="join the appliance's group") from error
+                    raise ConfigError(f"{path}: not permitted to connect", hint=_way_in()) from error
                 # A keeper is there, and others are before us at its door.
                 crowded = isinstance(error, BlockingIOError)
                 if time.monotonic() - began >= (max(timeout_s, CROWD_TIMEOUT_S) if crowded else timeout_s):
                     raise ResourceError(
-                        f"no keeper answers at {path}: {error.strerror or error}", hint="is weights@MODEL running?"
+                        f"no keeper answers at {path}: {error.strerror or error}", hint=_WHERE
                     ) from error
             time.sleep(RETRY_S)
 
@@ -240,6 +242,19 @@ class KeeperClient:
             raise PeerError(f"the keeper at {self._path} does not answer") from error
         except OSError as error:
             raise PeerError(f"lost the keeper at {self._path}: {error.strerror or error}") from error
+
+
+def _way_in() -> str:
+    """Return what to set for this process to be in the keeper's group."""
+    whole = ["0", "0", str(2**32 - 1)]
+    if Path("/proc/self/gid_map").read_text().split() == whole:
+        return "join the appliance's group; for a container: --group-add with the group's number on the host"
+    # Groups that a user namespace does not map cannot be told apart from inside.
+    return (
+        "a user namespace is in between: rootless Podman wants its user in the appliance's group and "
+        "--group-add=keep-groups, --userns=auto wants :gidmapping=GID:GID:1 and --group-add=GID, the group's number on "
+        "the host"
+    )
 
 
 def _channel() -> socket.socket:
