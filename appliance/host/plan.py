@@ -14,6 +14,9 @@ from appliance.host.unit_text import Files, Link
 _KINDS = ("weights@", "engine@", "checkpoint@")
 
 
+RUNTIME = "engine.runtime"
+
+
 class Verb(StrEnum):
     """What is done to a unit; in the order of these members, engines before weights when stopping."""
 
@@ -130,11 +133,13 @@ def _differing(changes: list[Change]) -> dict[str, str]:
         _settings([line for content in contents for line in _lines(content)])
         for contents in ([change.before for change in changes], [change.after for change in changes])
     )
-    return {
+    differing = {
         name: f"{name}: {' '.join(before.get(name, ['(none)']))} -> {' '.join(after.get(name, ['(none)']))}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name) and name != "SourcePath"
     }
+    # All that a container says otherwise than a process is said by this one.
+    return {RUNTIME: differing[RUNTIME]} if RUNTIME in differing and before and after else differing
 
 
 def _settings(lines: list[str]) -> dict[str, list[str]]:
