@@ -56,6 +56,22 @@ def load_config(configs_dir: Path, *, dtype: str) -> Any:
     return config
 
 
+def stated_dtype(configs_dir: Path, *, dtype: str) -> str:
+    """Return the name of the dtype that a model will have, as far as a look at config.json tells; else empty.
+
+    For who plans its memory before transformers, whose import takes seconds, settles it.
+    """
+    if dtype != "auto":
+        return dtype
+    said = read_object(configs_dir / "config.json")
+    inner = said.get("text_config")
+    for part in (said, inner if isinstance(inner, dict) else {}):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(part.get(name), str):
+                return str(part[name])
+    return ""
+
+
 @dataclass(frozen=True)
 class SamplingDefaults:
     """What generation_config.json recommends; a request's own settings come first. None: nothing is recommended."""

@@ -11,7 +11,7 @@ import torch
 from appliance import configs
 from appliance.checkpoint.reader import read_verified
 from appliance.checkpoint.safetensors import TensorInfo
-from appliance.engine.configs import load_config
+from appliance.engine.configs import stated_dtype
 from appliance.engine.device import device_of
 from appliance.engine.model import load
 from appliance.errors import ConfigError, ResourceError
@@ -92,7 +92,8 @@ class _Memory:
     def settle(self, files: Mapping[str, bytes]) -> None:
         """Learn from the configs which dtype the model has."""
         configs.write(files, self._configs_dir)
-        self._wanted = load_config(self._configs_dir, dtype=self._dtype).dtype
+        wanted = getattr(torch, stated_dtype(self._configs_dir, dtype=self._dtype), None)
+        self._wanted = wanted if isinstance(wanted, torch.dtype) else None
 
     def allocate(self, info: TensorInfo) -> torch.Tensor:
         """Return memory on the device; in host memory for what is larger now than it will be in the model."""

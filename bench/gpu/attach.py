@@ -53,6 +53,7 @@ def main() -> int:
             _spread(report, "same process again: total", [line["total_ms"] for lines in results for line in lines[1:]])
             report.check("every attach has the donated checksums", all(line["intact"] for ls in results for line in ls))
             _held(report, rig, gpu)
+            _scrubbed(report, rig)
         _freed(report, gpu, base_bytes)
     return int(report.failures > 0)
 
@@ -60,6 +61,7 @@ def main() -> int:
 def _packing(report: Report, rig: Rig) -> None:
     rank = rig.donated(0)
     report.figure("pack", rank["pack_s"], "s", GBps=rank["size_bytes"] / rank["pack_s"] / 1e9)
+    report.figure("checksums at donation, kernel compiled", 1e3 * rank["checksum_s"], "ms")
     weights, slab = rank["weights_bytes"], rank["slab_bytes"]
     report.figure("packing: peak beside the weights", (rank["peak_bytes"] - weights) / MIB, "MiB", slab_MiB=slab / MIB)
     # What torch's allocator and the driver round up to is in the weights' own share already.
@@ -114,6 +116,19 @@ def _held(report: Report, rig: Rig, gpu: str) -> None:
     process.stdout.readline()
     report.figure("device memory that an attached engine adds", (used_bytes(gpu) - before) / MIB, "MiB")
     process.communicate(timeout=60)
+
+
+def _scrubbed(report: Report, rig: Rig) -> None:
+    argv = (rig.python, "-m", "bench.gpu.scrubber", str(rig.folder / "rig.json"))
+    with started(rig, argv, stdout=subprocess.PIPE) as process:
+        output = process.communicate(timeout=120)[0]
+    if not report.check("a scrub of what the keeper holds", process.returncode == 0, rig.log()[-300:]):
+        return
+    found = json.loads(output)
+    size_bytes = found["size_bytes"]
+    report.figure("scrub in a fresh process: mapped, kernel compiled, read", 1e3 * found["first_s"], "ms")
+    report.figure("scrub again: mapped, read", 1e3 * found["again_s"], "ms", GBps=size_bytes / found["again_s"] / 1e9)
+    report.check("the scrub finds all of it intact", not found["damaged"], str(found["damaged"]))
 
 
 def _freed(report: Report, gpu: str, base_bytes: int) -> None:

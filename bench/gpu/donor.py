@@ -58,6 +58,7 @@ def donate(rig: Rig, client: KeeperClient, rank: int, *, index: int) -> None:
         target=rig.target,
         signer="bench",
         slab_sizes=packed.layout.slab_sizes,
+        checksums=found,
         phases_s={"pack": pack_s},
     )
     facts = {

@@ -1,4 +1,4 @@
-"""Write a checkpoint of random bf16 weights in the shapes of a dense decoder, some files of about equal size.
+"""Write a checkpoint of random bf16 weights, a Qwen3 of 4096 wide and as many layers as fit, in files of equal size.
 
 python -m bench.gpu.make_checkpoint FOLDER [--gb 16.4] [--files 8] [--fake]
 """
@@ -15,10 +15,13 @@ from bench.gpu.device import is_fake, prepared, torch_device
 
 HIDDEN = 4096
 FAKE_HIDDEN = 512
+HEAD = 128
+VOCABULARY = 512
+DEVIATION = 0.02
 
 
 def layer_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the weights of one layer, in the proportions of an 8B decoder."""
+    """Return the weights of one layer, in the proportions of an 8B decoder; the names are Qwen3's."""
     return {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (hidden // 4, hidden),
@@ -29,6 +32,8 @@ def layer_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj": (hidden, 3 * hidden),
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (HEAD,),
+        "self_attn.k_norm": (HEAD,),
     }
 
 
@@ -45,16 +50,45 @@ def write(folder: Path, *, size_bytes: int, files: int, device: torch.device, hi
         tensors = {}
         for layer in range(number * layers // files, (number + 1) * layers // files):
             for part, shape in shapes.items():
-                values = torch.empty(shape, dtype=torch.int16, device=device)
-                values.random_(-(2**15), 2**15, generator=generator)
-                tensors[f"model.layers.{layer}.{part}.weight"] = values.view(torch.bfloat16).cpu()
+                tensors[f"model.layers.{layer}.{part}.weight"] = _random(shape, device, generator)
+        if number == files - 1:
+            for part, shape in {
+                "model.embed_tokens": (VOCABULARY, hidden),
+                "model.norm": (hidden,),
+                "lm_head": (VOCABULARY, hidden),
+            }.items():
+                tensors[f"{part}.weight"] = _random(shape, device, generator)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         written += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": written}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps({"model_type": "bench", "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(_config(hidden, layers)))
     return written
+
+
+def _random(shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if len(shape) == 1:
+        return values.fill_(1).cpu()
+    return values.normal_(0, DEVIATION, generator=generator).cpu()
+
+
+def _config(hidden: int, layers: int) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // HEAD,
+        "num_key_value_heads": hidden // 4 // HEAD,
+        "head_dim": HEAD,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
 
 
 def main() -> None:

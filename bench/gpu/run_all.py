@@ -51,12 +51,17 @@ def _bench(
 _OPTIONS = ("-q", "-W", "default", "-p", "no:cacheprovider", "--tb=short", "--durations=5")
 _PYTEST = (sys.executable, "-m", "pytest", *_OPTIONS, "tests/gpu")
 # A worker that the driver takes down with it is replaced, and only that test is lost.
-_ISOLATED = (*_PYTEST, "-n", "1", "--max-worker-restart", "10")
+_ENGINE = "tests/gpu/test_engine.py"
+_ISOLATED = (*_PYTEST, "--ignore", _ENGINE, "-n", "1", "--max-worker-restart", "10")
+# Each of these waits for real keepers and loaders of a tiny model: they may as well wait together.
+_ENGINE_TESTS = (sys.executable, "-m", "pytest", *_OPTIONS, _ENGINE, "-n", "8")
 _SMALL = "--gib 0.05 --tensors 80"
 
 PARTS = (
     _bench("probe", "probe", "", "", 120, 30),
-    Part("tests", _ISOLATED, _PYTEST, 300, 120),
+    Part("tests", _ISOLATED, _PYTEST, 300, 40),
+    Part("engine", _ENGINE_TESTS, _PYTEST, 200, 80),
+    _bench("load", "engine_load", "--gb 16.4", "--gb 0.1", 240, 90),
     _bench("refusals", "refusals", "--gib 8", "--gib 0.02", 150, 50),
     _bench("scrub", "scrub", "--gib 64", "--gib 0.03", 90, 25),
     _bench("attach", "attach", "--gib 120", f"{_SMALL} --engines 2", 270, 120),

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from appliance.engine.configs import SamplingDefaults, load_config, load_sampling_defaults, read_object
+from appliance.engine.configs import (
+    SamplingDefaults,
+    load_config,
+    load_sampling_defaults,
+    read_object,
+    stated_dtype,
+)
 from appliance.engine.model import skeleton
 from appliance.errors import ConfigError
 
@@ -200,3 +206,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     yield
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"torch_dtype": "float16"}, "auto", "float16"),
+        ({"text_config": {"dtype": "float32"}}, "auto", "float32"),
+        ({"dtype": "bfloat16"}, "float16", "float16"),
+        ({"dtype": 7, "text_config": []}, "auto", ""),
+    ],
+)
+def test_the_dtype_is_known_without_transformers(tmp_path: Path, said: object, asked: str, expected: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert stated_dtype(tmp_path, dtype=asked) == expected

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from appliance.checkpoint.safetensors import TensorInfo
 from appliance.engine import disk
 from appliance.engine.weights import obtain
 from appliance.errors import MissError, ResourceError
@@ -17,6 +19,7 @@ from tests.gpu_site import GpuSite
 from tests.sites import MODEL, WAIT_S
 
 UUID = "GPU-00000000-0000-0000-0000-0000000000a0"
+META = torch.device("meta")  # stands in for one that is not the host's memory
 OTHER_UUID = "GPU-00000000-0000-0000-0000-0000000000b1"
 
 
@@ -90,3 +93,16 @@ def test_what_one_process_cannot_map_is_kept_while_others_have_it(kept: GpuSite)
     assert kept.status()["shards"][0]["shard_id"] == weights.record.shard_id
     assert weights.client is not None
     weights.client.close()
+
+
+def test_what_shrinks_in_the_model_is_converted_before_it_goes_to_the_gpu(kept: GpuSite) -> None:
+    kept.write(dtype="bfloat16")
+    expected = disk.load_verified(kept.target()).module
+    memory = disk._Memory(kept.target(), kept.folder)
+    memory.settle({"config.json": (kept.checkpoint / "config.json").read_bytes()})
+    memory.device = META
+    wide = TensorInfo("wide", "F32", (4,), 0, 16)
+    narrow = TensorInfo("narrow", "BF16", (4,), 0, 8)
+    whole = TensorInfo("whole", "I64", (4,), 0, 32)
+    assert [memory.allocate(info).is_meta for info in (wide, narrow, whole)] == [False, True, True]
+    assert {parameter.dtype for parameter in expected.parameters()} == {torch.bfloat16}

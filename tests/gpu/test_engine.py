@@ -86,9 +86,8 @@ def test_greedy_tokens_of_attached_weights_are_those_of_weights_from_disk(kept: 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_says_the_same_from_disk_and_attached(
-    tmp_path: Path, architecture: str, backend: CudaBackend
-) -> None:
+def test_every_architecture_says_the_same_from_disk_and_attached(tmp_path: Path, architecture: str, uuid: str) -> None:
+    backend = CudaBackend(uuid)
     checkpoint = make_checkpoint(tmp_path / "checkpoint", architecture=architecture, dtype=torch.bfloat16)
     prompt = torch.arange(3, 19, device=GPU)[None]
     with quiet(), torch.inference_mode():
