@@ -2,9 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from appliance.checkpoint.durable_file import write_durably
 from appliance.errors import HostError
@@ -13,6 +16,7 @@ from appliance.fingerprint import Fingerprint
 PROMPT = "The capital of France is"
 MAX_TOKENS = 16
 MAX_RECORD_BYTES = 64 << 10
+ANSWER_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,28 @@ class CanaryRecord:
         self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         record = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "token_ids": list(token_ids)}
         write_durably(self.path, json.dumps(record).encode() + b"\n", mode=0o640, replace=True)
+
+
+def ask(base: str, model: str, *, api_key: str = "") -> tuple[int, ...]:
+    """Return the canary's greedy tokens from a running engine; HostError where it does not answer with tokens."""
+    body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": MAX_TOKENS, "return_token_ids": True}
+    answer = get(f"{base}/v1/completions", body, api_key=api_key)
+    try:
+        return tuple(map(int, answer["choices"][0]["token_ids"]))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise HostError(f"{base}: the answer to the canary has no token ids") from error
+
+
+def get(url: str, body: Mapping[str, object] | None = None, *, api_key: str = "") -> dict[str, Any]:
+    """Return the JSON object that an engine answers with, to a GET or, with a body, to a POST; HostError for others."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    request = urllib.request.Request(url, data=data, headers=headers)  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:  # noqa: S310
+            answer = json.loads(response.read())
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise HostError(f"{url}: {error}", hint="is the engine running?") from error
+    if not isinstance(answer, dict):
+        raise HostError(f"{url}: not a JSON object")
+    return answer

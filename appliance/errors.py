@@ -66,6 +66,15 @@ class HostError(ApplianceError):
     exit_status = EXIT_HOST
 
 
+_KINDS = (ConfigError, TrustError, MissError, ResourceError, PeerError, HostError)
+
+
+def error_of_status(exit_status: int, message: str) -> ApplianceError:
+    """Return the error with which a child of ours ended, as it would have been raised here."""
+    kind = next((kind for kind in _KINDS if kind.exit_status == exit_status), ApplianceError)
+    return kind(message)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where in a file a setting stands; line and column count from 1."""

@@ -40,7 +40,7 @@ PARTS = (
     *("checkpoint", "manifest", "slabs", "layout", "configs"),
     *("fingerprint", "progress", "record", "verdict", "wire", "room", "target", "client", "canary"),
     *("keeper", "tensors", "handover"),
-    *("engine", "vllm", "loader"),
+    *("vllm", "engine", "loader"),
     *("up", "host", "demo", "cli", "__main__"),
 )
 TORCH_PARTS = ("tensors", "handover", "engine", "vllm", "loader", "demo")  # these alone may need the extra `engine`

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from appliance.checkpoint.file_stream import make_hasher
-from appliance.checkpoint.files import IGNORED, is_ignored, path_fault
+from appliance.checkpoint.files import IGNORED, CheckpointRoot, is_ignored, open_file, path_fault
 from appliance.checkpoint.json_text import parse_object
 from appliance.checkpoint.manifest import CheckpointManifest
+from appliance.checkpoint.small_file import read_up_to
 from appliance.errors import ConfigError, TrustError
 
 SAFETENSORS = ".safetensors"
@@ -39,6 +40,20 @@ def check_configs(manifest: CheckpointManifest, configs: Mapping[str, bytes]) ->
         hasher.update(data)
         if hasher.hexdigest() != manifest.digests[path]:
             raise TrustError(f"checkpoint {manifest.name}: the config {path} is not the one that was signed or pinned")
+
+
+def read_configs(root: CheckpointRoot, manifest: CheckpointManifest) -> dict[str, bytes]:
+    """Return the bytes of each config, which are those of the manifest; TrustError, naming one, if not."""
+    configs: dict[str, bytes] = {}
+    room_bytes = MAX_CONFIGS_BYTES
+    for path in filter(is_config, manifest.digests):
+        with open_file(root, path) as descriptor:
+            configs[path] = read_up_to(descriptor, room_bytes + 1)
+        room_bytes -= len(configs[path])
+        if room_bytes < 0:
+            raise ConfigError(f"checkpoint {root}: {path}: its configs are larger than {MAX_CONFIGS_BYTES} bytes")
+    check_configs(manifest, configs)
+    return configs
 
 
 def tensor_files(manifest: CheckpointManifest, configs: Mapping[str, bytes], *, what: str) -> dict[str, frozenset[str]]:

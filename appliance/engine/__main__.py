@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from appliance.canary import MAX_TOKENS, PROMPT, CanaryRecord
 from appliance.client import RefusedError
 from appliance.engine.imports import import_heavy_modules
-from appliance.errors import ApplianceError, ConfigError, TrustError
+from appliance.errors import ApplianceError, TrustError
 from appliance.events import ERROR, event
 from appliance.notify import Notifier
 from appliance.target import Target, read_target
@@ -25,7 +25,7 @@ from appliance.verdict import Outcome
 
 if TYPE_CHECKING:
     from appliance.engine.generation import LanguageModel
-    from appliance.engine.lease import Lease
+    from appliance.handover.lease import Lease
     from appliance.handover.weights import Weights
 
 WAIT_EXTENSION_S = 120.0
@@ -41,12 +41,11 @@ def main() -> int:
     arguments = parser.parse_args()
     notifier = Notifier(os.environ)
     try:
-        _serve(arguments.manifest, arguments.model, notifier=notifier, started=started)
+        return _serve(arguments.manifest, arguments.model, notifier=notifier, started=started)
     except ApplianceError as error:
         event(f"appliance: {error}", priority=ERROR, model=arguments.model, **_refusal(error))
         notifier.status(error.message)
         return error.exit_status
-    return 0
 
 
 def _refusal(error: ApplianceError) -> dict[str, str]:
@@ -58,17 +57,25 @@ def _refusal(error: ApplianceError) -> dict[str, str]:
     return {}
 
 
-def _serve(manifest: Path, name: str, *, notifier: Notifier, started: float) -> None:
+def _serve(manifest: Path, name: str, *, notifier: Notifier, started: float) -> int:
     phases = {"interpreter": _now() - started}
     began = time.monotonic()
     target = read_target(manifest, name)
-    if target.model.engine.kind != "builtin":
-        raise ConfigError(f"model {name!r}: engine.kind {target.model.engine.kind!r} is not the built-in engine")
     phases["identity"] = time.monotonic() - began
+    if target.model.engine.kind == "vllm":
+        from appliance.vllm.server import serve
+
+        return serve(target, manifest, notifier=notifier, phases_s=phases)
+    _serve_builtin(target, notifier=notifier, started=started, phases=phases)
+    return 0
+
+
+def _serve_builtin(target: Target, *, notifier: Notifier, started: float, phases: dict[str, float]) -> None:
+    name = target.name
     phases["imports"] = import_heavy_modules()
     from appliance.engine.device import show_only_own
-    from appliance.engine.lease import Lease
     from appliance.engine.weights import obtain
+    from appliance.handover.lease import Lease
 
     show_only_own(target)
 

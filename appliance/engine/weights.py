@@ -12,9 +12,10 @@ from appliance import configs
 from appliance.client import KeeperClient
 from appliance.engine import disk
 from appliance.engine.configs import load_config
-from appliance.engine.device import RANK, device_facts, device_of
+from appliance.engine.device import RANK, device_of
 from appliance.engine.model import skeleton
 from appliance.handover import weights
+from appliance.handover.device import device_facts
 from appliance.handover.source import Loaded
 from appliance.handover.terms import terms_of
 from appliance.handover.weights import Weights

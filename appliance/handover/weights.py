@@ -75,6 +75,21 @@ def load_and_donate(terms: Terms, source: Source, client: KeeperClient, *, clien
     return _Taker(client, terms, source, client_name, client.progress).fill()
 
 
+def fill(terms: Terms, source: Source, *, client_name: str) -> Weights:
+    """Load and donate, as a loader does; where the slot is filled already, attach like an engine."""
+    client = KeeperClient.connect(terms.socket_path, timeout_s=terms.wait_s)
+    try:
+        return load_and_donate(terms, source, client, client_name=client_name)
+    except RefusedError as error:
+        client.close()
+        if error.verdict.reason is not Reason.OCCUPIED:
+            raise _fatal(error.verdict, terms) from error
+    except BaseException:
+        client.close()
+        raise
+    return obtain(terms, source, client_name=client_name)
+
+
 def fingerprint_of(target: Fingerprint, source: Source, files: Mapping[str, bytes], stage: str) -> Fingerprint:
     """Return every fact that shapes these weights: the target's, the engine's, and which shard of them it is."""
     shard = {"role": source.role, "rank": source.rank, "stage": stage}

@@ -1,22 +1,16 @@
 """`appliance restart MODEL`: restarts the engine and proves that it came back attached, saying what it said before."""
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from appliance.canary import MAX_TOKENS, PROMPT, CanaryRecord
+from appliance.canary import CanaryRecord, ask, get
 from appliance.client import KeeperClient
 from appliance.errors import HostError, TrustError
 from appliance.fingerprint import Fingerprint
 from appliance.host.systemctl import systemctl
 from appliance.host.unit_files import unit_name
 from appliance.manifest.schema import Manifest
-
-ANSWER_TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -43,8 +37,7 @@ def restart(manifest: Manifest, name: str, *, tell: Callable[[str], None]) -> Ti
     tell(f"draining and restarting {unit_name('engine', name)}")
     systemctl("restart", unit_name("engine", name), timeout_s=manifest.model(name).wait_s + 900)
     timeline.steps_s["drain, restart, ready"] = time.monotonic() - began
-    health = _get(f"{base}/health")
-    timeline.verdict, timeline.phases_s = str(health.get("verdict")), dict(health.get("phases_s", {}))
+    timeline.verdict, timeline.phases_s = _attachment(manifest, name, base)
     if timeline.verdict != "hit":
         raise HostError(f"{name}: the engine came back, but its verdict is {timeline.verdict!r}, not 'hit'")
     began = time.monotonic()
@@ -62,14 +55,17 @@ def restart(manifest: Manifest, name: str, *, tell: Callable[[str], None]) -> Ti
     return timeline
 
 
-def ask(base: str, name: str) -> tuple[int, ...]:
-    """Return the canary's greedy tokens from a running engine."""
-    body = {"model": name, "prompt": PROMPT, "temperature": 0, "max_tokens": MAX_TOKENS, "return_token_ids": True}
-    answer = _get(f"{base}/v1/completions", body)
-    try:
-        return tuple(map(int, answer["choices"][0]["token_ids"]))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise HostError(f"{base}: the answer to the canary has no token ids") from error
+def _attachment(manifest: Manifest, name: str, base: str) -> tuple[str, dict[str, float]]:
+    """Return the engine's verdict and phases: its own word, or the keeper's about an engine that is not ours."""
+    if manifest.model(name).engine.kind == "builtin":
+        health = get(f"{base}/health")
+        return str(health.get("verdict")), dict(health.get("phases_s", {}))
+    with KeeperClient.connect(manifest.socket_path(name)) as client:
+        leases = client.status()["leases"]
+    for lease in leases:
+        if lease["client"] == f"engine@{name}":
+            return str(lease["verdict"]), dict(lease["phases_s"])
+    raise HostError(f"{name}: the keeper knows of no engine that has its weights", hint=f"appliance status {name}")
 
 
 def _resident_fingerprint(manifest: Manifest, name: str) -> Fingerprint:
@@ -77,16 +73,3 @@ def _resident_fingerprint(manifest: Manifest, name: str) -> Fingerprint:
         described = client.describe(role="target", rank=0, wait_s=0)
     described.configs.close()
     return described.record.fingerprint
-
-
-def _get(url: str, body: dict[str, object] | None = None) -> dict[str, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})  # noqa: S310
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:  # noqa: S310
-            answer = json.loads(response.read())
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise HostError(f"{url}: {error}", hint="is the engine running?") from error
-    if not isinstance(answer, dict):
-        raise HostError(f"{url}: not a JSON object")
-    return answer

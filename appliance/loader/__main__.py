@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 from appliance.client import KeeperClient, RefusedError
@@ -33,6 +34,12 @@ def main() -> int:
 
 def _load(manifest: Path, model: str) -> int:
     target = read_target(manifest, model)
+    if target.model.engine.kind == "vllm":
+        from appliance.vllm.loading import load_all
+
+        with tempfile.TemporaryDirectory(prefix="appliance-outcomes-") as outcomes:
+            load_all(target, manifest, Path(outcomes))
+        return 0
     with KeeperClient.connect(target.socket_path, timeout_s=CONNECT_TIMEOUT_S) as client:
         # A second or two of imports; what cannot be trusted has been refused before them.
         from appliance.engine.device import show_only_own

@@ -20,8 +20,6 @@ class Backend:
     settings: frozenset[str] = frozenset()
     # Arguments that would contradict a setting of the manifest, with that setting.
     own_args: Mapping[str, str] | None = None
-    # Why no engine of this kind can be started yet; a warning, so that hosts can be prepared for it.
-    not_yet: str | None = None
 
 
 BACKENDS: Mapping[str, Backend] = {
@@ -50,7 +48,6 @@ BACKENDS: Mapping[str, Backend] = {
             "-q": "quantization",
             "-tp": "parallel.tensor",
         },
-        not_yet="this version of the appliance has no vLLM engine to start yet",
     ),
 }
 
@@ -58,8 +55,6 @@ def capability_findings(path: SettingPath, model: Model) -> Iterator[Finding]:
     """Yield what this model asks of its engine kind that it cannot do. `path` is the model's."""
     backend = BACKENDS[model.engine.kind]
     kind = (*path, "engine", "kind")
-    if backend.not_yet:
-        yield Finding(kind, backend.not_yet, is_error=False)
     for axis in Parallel.model_fields:
         size = getattr(model.parallel, axis)
         if size > 1 and axis not in backend.axes:

@@ -70,10 +70,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_checkpoint(directory: Path, *, architecture: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
     """Write config, tokenizer, chat template and random weights, the same each time; return the directory."""
+    kind, settings = ARCHITECTURES[architecture]
+    return write_checkpoint(directory, kind, settings, dtype=dtype)
+
+
+def write_checkpoint(directory: Path, kind: str, settings: dict[str, Any], *, dtype: torch.dtype) -> Path:
+    """Write a checkpoint of one model type of transformers, with these settings in its config."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = small_tokenizer()
     vocabulary = len(tokenizer)
-    kind, settings = ARCHITECTURES[architecture]
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     with torch.random.fork_rng(devices=[]), quiet():
         config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary, **ends, **settings)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from appliance.canary import CanaryRecord
+from appliance.canary import CanaryRecord, ask
 from appliance.errors import ApplianceError, HostError, TrustError
 from appliance.fingerprint import Fingerprint
 from appliance.host import restart as restarts
-from appliance.host.restart import ask, restart
+from appliance.host.restart import restart
 from tests.systemd.manifests import manifest_of, model
 
 FINGERPRINT = Fingerprint.of({"root_digest": "a"})

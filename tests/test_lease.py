@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engine.lease import Lease, end_process
+from appliance.handover.lease import Lease, end_process
 from appliance.keeper.shard import Shard
 from tests.keeper.serving import Serving
 from tests.keeper.shards import shard_of

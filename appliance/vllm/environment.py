@@ -1,0 +1,65 @@
+"""The environment of every process of vLLM: whose weights, which GPUs, and where what it compiles is kept.
+
+Caches lie below CACHE/MODEL/vllm/KEY, where KEY follows from the target: an engine that restarts on the same weights
+finds all of them, and other weights or another vLLM find none.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from appliance.slabs.devices import CPU
+from appliance.target import Target, devices
+from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE
+
+KEPT_CACHES = 3
+# Where each of these keeps what it compiled or tuned.
+_CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "VLLM_CONFIG_ROOT": "config",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "DG_JIT_CACHE_DIR": "deep-gemm",
+    "XDG_CACHE_HOME": "other",
+}
+# Nothing is fetched and nothing reported: a checkpoint is all there on this host, or it is not served.
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+
+
+def environment(target: Target, manifest: Path) -> dict[str, str]:
+    """Return the variables; the manifest's own `engine.environment` goes before all but the first four."""
+    engine = target.model.engine
+    folder = cache_folder(target)
+    own = [device for device in devices(target.model) if device != CPU]
+    return {
+        **_OFFLINE,
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        **{variable: str(folder / name) for variable, name in _CACHES.items()},
+        **engine.thread_environment,
+        **engine.environment,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(own),
+        MANIFEST_VARIABLE: str(manifest.absolute()),
+        MODEL_VARIABLE: target.name,
+    }
+
+
+def cache_folder(target: Target) -> Path:
+    """Return where an engine on these weights keeps its caches."""
+    facts = json.dumps(target.fingerprint.to_json(), sort_keys=True).encode()
+    key = hashlib.sha256(facts).hexdigest()[:16]
+    return target.manifest.directories.cache / target.name / "vllm" / key
+
+
+def make_cache_folder(target: Target) -> Path:
+    """Make that folder, and remove those of weights served longest ago."""
+    folder = cache_folder(target)
+    folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+    folder.touch()
+    others: Mapping[Path, float] = {path: path.stat().st_mtime for path in folder.parent.iterdir() if path != folder}
+    for path in sorted(others, key=lambda path: others[path], reverse=True)[KEPT_CACHES - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
+    return folder

@@ -1,0 +1,103 @@
+"""Every fact by which vLLM decides how weights lie in memory, as one rank sees it before anything is loaded."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from appliance import inventory
+from appliance.handover.device import device_facts
+
+# Variables of vLLM that choose neither a kernel nor a layout. A new one that is not here is a fact, and refuses one
+# attach too many rather than one too few.
+NEUTRAL_VARIABLES = frozenset(
+    {
+        "VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE", "VLLM_CONFIGURE_LOGGING",
+        "VLLM_CPU_CI_ENV", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "VLLM_DIST_IDENT", "VLLM_DO_NOT_TRACK", "VLLM_DP_MASTER_IP",
+        "VLLM_DP_MASTER_PORT", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE",
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ENGINE_ITERATION_TIMEOUT_S", "VLLM_ENGINE_READY_TIMEOUT_S",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_HOST_IP", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "VLLM_LOGGING_CONFIG_PATH", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX",
+        "VLLM_LOGGING_STREAM", "VLLM_LOG_MODEL_INSPECTION", "VLLM_LOG_STATS_INTERVAL", "VLLM_NO_USAGE_STATS",
+        "VLLM_PLUGINS", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_RPC_TIMEOUT", "VLLM_SERVER_DEV_MODE",
+        "VLLM_TRACE_FUNCTION", "VLLM_USAGE_SOURCE", "VLLM_USAGE_STATS_SERVER", "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_XLA_CACHE_PATH",
+    }
+)  # fmt: skip
+
+# Settings of vLLM's own configuration, by their places in a VllmConfig. Older releases have not all of them.
+_SETTINGS = {
+    "vllm.kv_cache.dtype": "cache_config.cache_dtype",
+    "vllm.kv_cache.scales": "cache_config.calculate_kv_scales",
+    "vllm.attention": "attention_config.backend",
+    "vllm.kernels": "kernel_config",
+    "vllm.parallel.tensor": "parallel_config.tensor_parallel_size",
+    "vllm.parallel.pipeline": "parallel_config.pipeline_parallel_size",
+    # Dense replicas know of no other: here the size is 1 for each.
+    "vllm.parallel.data": "parallel_config.data_parallel_size",
+    "vllm.parallel.expert": "parallel_config.enable_expert_parallel",
+    "vllm.parallel.balanced": "parallel_config.enable_eplb",
+    "vllm.parallel.redundant": "parallel_config.eplb_config.num_redundant_experts",
+    "vllm.parallel.placement": "parallel_config.expert_placement_strategy",
+    "vllm.parallel.all2all": "parallel_config.all2all_backend",
+    "vllm.parallel.context": "parallel_config.decode_context_parallel_size",
+    "vllm.parallel.prefill_context": "parallel_config.prefill_context_parallel_size",
+    "vllm.offload": "offload_config",
+}
+_MODEL_SETTINGS = {
+    "model.quantization": "quantization",
+    "model.max_len": "max_model_len",
+    "model.runner": "runner_type",
+    "model.convert": "convert_type",
+    "model.implementation": "model_impl",
+}
+# Kernels that weights are laid out for come in packages of their own.
+_KERNEL_PACKAGES = ("flashinfer-python", "deep-gemm", "compressed-tensors")
+
+
+def facts(vllm_config: Any, model_config: Any, *, device: str) -> dict[str, object]:
+    """Return what shapes one rank's bytes, and what it runs on. `device` is `cpu` or a GPU's UUID."""
+    found: dict[str, object] = {
+        **device_facts(device),
+        "model.architecture": ",".join(model_config.architectures),
+        "model.type": model_config.hf_config.model_type,
+        "model.dtype": str(model_config.dtype).removeprefix("torch."),
+        "config.sha256": _digest(model_config.hf_config),
+        "vllm.lora": vllm_config.lora_config is not None,
+    }
+    found |= {name: _at(model_config, setting) for name, setting in _MODEL_SETTINGS.items()}
+    found |= {name: _at(vllm_config, place) for name, place in _SETTINGS.items()}
+    found |= {f"{package}.version": inventory.version(package) for package in _KERNEL_PACKAGES if _installed(package)}
+    return found | dict(_environment(os.environ))
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, value in environ.items():
+        if name.startswith("VLLM_") and name not in NEUTRAL_VARIABLES:
+            yield f"env.{name}", value
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _digest(hf_config: Any) -> str:
+    """Return the digest of all that the model's code may read, overrides of the command line included."""
+    settings = hf_config.to_dict()
+    # Where a folder lies shapes nothing.
+    for name in ("_name_or_path", "name_or_path"):
+        settings.pop(name, None)
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _at(config: Any, place: str) -> object:
+    for name in place.split("."):
+        config = getattr(config, name, None)
+    return "" if config is None else config

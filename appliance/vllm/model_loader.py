@@ -1,0 +1,75 @@
+"""The load format `appliance`: a model loader of vLLM that maps the keeper's weights, or fills the keeper's slot."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from appliance.client import KeeperClient
+from appliance.errors import ApplianceError, ConfigError
+from appliance.events import ERROR, event
+from appliance.handover.lease import Lease
+from appliance.handover.weights import fill, obtain
+from appliance.vllm.assignment import OUTCOMES_VARIABLE, assignment
+from appliance.vllm.outcome import Outcome, write
+from appliance.vllm.refusals import refuse_writers
+from appliance.vllm.source import VllmSource
+
+# For as long as the process lives: what is mapped has to be leased.
+_LEASES: list[Lease] = []
+
+
+class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
+    """Made by vLLM in every worker. Raises ApplianceError; vLLM then ends with a status of its own."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing: weights come from the keeper, or from the checkpoint of the manifest."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Refuse: the mapped weights cannot be written, and others would no longer be those that were verified."""
+        raise ConfigError(
+            "weights of the load format `appliance` cannot be loaded anew in place",
+            hint="put the new checkpoint in place of the old one and restart the engine",
+        )
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        """Return the model, attached to the keeper's shard of this rank."""
+        began = time.monotonic()
+        outcome = Outcome(role="", rank=-1)
+        try:
+            refuse_writers(vllm_config)
+            assigned = assignment(
+                os.environ, self.load_config.model_loader_extra_config or {}, model_path=model_config.model
+            )
+            source = VllmSource(vllm_config, model_config, prefix=prefix, target=assigned.target)
+            outcome = Outcome(role=source.role, rank=source.rank)
+            name = assigned.name if source.rank == 0 else f"{assigned.name} rank {source.rank}"
+            take = fill if assigned.loads else obtain
+            weights = take(assigned.terms, source, client_name=name)
+        except ApplianceError as error:
+            event(f"appliance: {error}", priority=ERROR)
+            write(os.environ.get(OUTCOMES_VARIABLE), outcome.failed(error))
+            raise
+        if weights.client is not None:
+            shard_id = weights.record.shard_id
+            _LEASES.append(Lease(weights.client, assigned.terms.socket_path, shard_id=shard_id, name=name))
+        phases = {**weights.phases_s, "model_load": time.monotonic() - began}
+        write(os.environ.get(OUTCOMES_VARIABLE), outcome.ended(weights.verdict, phases, weights.record))
+        return weights.module
+
+    def get_external_weight_memory(self, vllm_config: Any) -> int:
+        """Return the bytes of device memory in which this rank's weights lie already, held by nobody's context.
+
+        vLLM counts them as its own when it divides the memory, so that its utilization means what it says.
+        """
+        assigned = assignment(
+            os.environ, self.load_config.model_loader_extra_config or {}, model_path=vllm_config.model_config.model
+        )
+        source = VllmSource(vllm_config, vllm_config.model_config, prefix="", target=assigned.target)
+        if assigned.loads:
+            return 0  # a loader computes nothing, and is given no memory to divide
+        with KeeperClient.connect(assigned.terms.socket_path, timeout_s=assigned.terms.wait_s) as client:
+            slots = client.status()["shards"]
+        return sum(slot["size_bytes"] for slot in slots if slot["device"] == source.device)

@@ -1,0 +1,210 @@
+"""What `engine@MODEL.service` runs where the engine is vLLM: starts `vllm serve`, and answers for it to systemd.
+
+READY=1 once /health answers and a first answer came; the watchdog is fed for as long as it does; SIGTERM lets requests
+end; vLLM's exit status is ours, unless a worker said better what is wrong.
+"""
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance import canary, configs
+from appliance.canary import CanaryRecord
+from appliance.checkpoint.contents import check_configs, read_configs
+from appliance.client import KeeperClient, RefusedError
+from appliance.errors import ConfigError, HostError, error_of_status
+from appliance.events import WARNING, event
+from appliance.fingerprint import Fingerprint
+from appliance.notify import Notifier
+from appliance.target import Target
+from appliance.vllm.arguments import serve_arguments
+from appliance.vllm.assignment import OUTCOMES_VARIABLE
+from appliance.vllm.configs_folder import kept_configs
+from appliance.vllm.environment import environment, make_cache_folder
+from appliance.vllm.outcome import Outcome, read_all
+
+POLL_S = 0.1
+HEALTH_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 50  # below TimeoutStopSec= of the unit
+WAIT_EXTENSION_S = 120.0
+DEFAULT_WATCHDOG_S = 60.0
+
+
+def serve(target: Target, manifest: Path, *, notifier: Notifier, phases_s: dict[str, float]) -> int:
+    """Serve until SIGTERM; return vLLM's exit status. The error of the rank that has no weights, if one has not."""
+    began = time.monotonic()
+    files = _configs(target, on_progress=lambda text: _waiting(notifier, text))
+    folder = kept_configs(target.manifest.directories.state, target.identity.root_digest, files)
+    make_cache_folder(target)
+    arguments = serve_arguments(target.name, target.model, configs=folder)
+    if "--shutdown-timeout" not in arguments:
+        arguments += ["--shutdown-timeout", str(STOP_TIMEOUT_S - 10)]
+    phases_s["configs"] = time.monotonic() - began
+    with tempfile.TemporaryDirectory(prefix="appliance-outcomes-") as outcomes:
+        environ = {**os.environ, **environment(target, manifest), OUTCOMES_VARIABLE: outcomes}
+        # Its own children talk to vLLM, not to systemd.
+        for variable in ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"):
+            environ.pop(variable, None)
+        server = _Server(target, arguments, environ, Path(outcomes), notifier)
+        return server.run(phases_s)
+
+
+class _Server:
+    """One `vllm serve`, from its start to its end."""
+
+    def __init__(
+        self, target: Target, arguments: list[str], environ: dict[str, str], outcomes: Path, notifier: Notifier
+    ) -> None:
+        self._target = target
+        self._outcomes = outcomes
+        self._notifier = notifier
+        self._stopping = False
+        engine = target.model.engine
+        self._base = f"http://{f'[{engine.host}]' if ':' in engine.host else engine.host}:{engine.port}"
+        self._key = _api_key(arguments, environ)
+        self._child = subprocess.Popen([sys.executable, "-m", "appliance.vllm.command_line", *arguments], env=environ)
+
+    def run(self, phases_s: dict[str, float]) -> int:
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        try:
+            began = time.monotonic()
+            if self._until(self._healthy, "vLLM is starting"):
+                phases_s["vllm"] = time.monotonic() - began
+                self._ready(phases_s)
+                self._watch()
+            status = self._child.wait()
+        finally:
+            if self._child.poll() is None:
+                self._child.kill()
+                self._child.wait()
+        return self._ended(status)
+
+    def _stop(self, number: int, frame: object) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._notifier.stopping("letting requests end")
+        self._child.send_signal(number)
+
+    def _until(self, holds: Callable[[], bool], doing: str) -> bool:
+        """Return True once it holds, False where vLLM ended before."""
+        while self._child.poll() is None:
+            if holds():
+                return True
+            _waiting(self._notifier, doing)
+            time.sleep(POLL_S)
+        return False
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._base}/health", timeout=HEALTH_TIMEOUT_S) as answer:  # noqa: S310
+                return bool(answer.status == http.client.OK)
+        except (urllib.error.URLError, http.client.HTTPException, OSError):
+            return False
+
+    def _ready(self, phases_s: dict[str, float]) -> None:
+        outcomes = read_all(self._outcomes)
+        worst = next((one for one in outcomes if one.verdict != "hit"), outcomes[0] if outcomes else Outcome("", -1))
+        phases_s["first_answer"] = self._first_answer()
+        slowest = {f"worker.{name}": 0.0 for one in outcomes for name in one.phases_s}
+        for one in outcomes:
+            for name, seconds in one.phases_s.items():
+                slowest[f"worker.{name}"] = max(slowest[f"worker.{name}"], seconds)
+        event(
+            f"weights: {worst.verdict} ({worst.stage}, {len(outcomes)} ranks); "
+            + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in (phases_s | slowest).items()),
+            model=self._target.name,
+            verdict=worst.verdict,
+            root_digest=worst.root_digest,
+        )
+        engine = self._target.model.engine
+        self._notifier.ready(f"{worst.verdict}: serving {self._target.name} on {engine.host}:{engine.port}")
+
+    def _first_answer(self) -> float:
+        """Ask the canary's question, so that READY=1 means that the weights work; return the seconds that it took."""
+        model = self._target.model
+        began = time.monotonic()
+        try:
+            tokens = canary.ask(self._base, self._target.name, api_key=self._key)
+        except HostError as error:
+            # An embedding model, say, completes nothing.
+            event(f"no canary for {self._target.name}: {error.message}", priority=WARNING, model=self._target.name)
+            return time.monotonic() - began
+        seconds = time.monotonic() - began
+        fingerprint = None if model.mode == "copy" else self._resident()
+        if fingerprint is not None:
+            record = CanaryRecord.of(self._target.manifest.directories.state, fingerprint)
+            if record.load() is None:
+                record.save(tokens)
+        return seconds
+
+    def _resident(self) -> Fingerprint | None:
+        try:
+            with KeeperClient.connect(self._target.socket_path) as client:
+                described = client.describe(role="target", rank=0, wait_s=0)
+        except RefusedError:
+            return None
+        described.configs.close()
+        return described.record.fingerprint
+
+    def _watch(self) -> None:
+        interval_s = (self._notifier.watchdog_s or DEFAULT_WATCHDOG_S) / 3
+        while True:
+            try:
+                self._child.wait(interval_s)
+                return
+            except subprocess.TimeoutExpired:
+                if self._stopping or self._healthy():
+                    self._notifier.watchdog()
+
+    def _ended(self, status: int) -> int:
+        for outcome in read_all(self._outcomes):
+            if outcome.exit_status:
+                raise error_of_status(outcome.exit_status, outcome.error)
+        if self._stopping and status in (0, -signal.SIGTERM, -signal.SIGINT):
+            return 0
+        return status if status >= 0 else 128 - status
+
+
+def _configs(target: Target, *, on_progress: Callable[[str], None]) -> dict[str, bytes]:
+    """Return the keeper's configs of this checkpoint, once it has them; or the checkpoint's own, where we may load."""
+    identity, model = target.identity, target.model
+    with KeeperClient.connect(target.socket_path, timeout_s=model.wait_s) as client:
+        wait_s = 0.0 if model.on_miss == "load" else model.wait_s
+        try:
+            described = client.describe(role="target", rank=0, wait_s=wait_s, on_progress=on_progress)
+        except RefusedError:
+            # What it means that they are not there, the workers know.
+            return read_configs(identity.root, identity.manifest)
+    with described.configs:
+        files = configs.unpack(described.configs)
+    if described.record.fingerprint.root_digest != identity.root_digest:
+        return read_configs(identity.root, identity.manifest)
+    check_configs(identity.manifest, files)
+    return files
+
+
+def _api_key(arguments: list[str], environ: dict[str, str]) -> str:
+    for index, argument in enumerate(arguments):
+        option, _, value = argument.partition("=")
+        if option.startswith("--ssl-"):
+            raise ConfigError(
+                f"engine.args: {option}: the appliance asks its engine without TLS",
+                hint="let the engine listen on 127.0.0.1, and end TLS in front of it",
+            )
+        if option == "--api-key":
+            return value or arguments[index + 1 : index + 2][0]
+    return environ.get("VLLM_API_KEY", "")
+
+
+def _waiting(notifier: Notifier, text: str) -> None:
+    notifier.status(text)
+    notifier.extend_timeout(WAIT_EXTENSION_S)

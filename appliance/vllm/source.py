@@ -1,0 +1,152 @@
+"""One rank's weights as vLLM makes them: its own skeleton, its own loading, its own post-processing."""
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.model_loader import utils as vllm_loading
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from appliance.checkpoint.contents import read_configs
+from appliance.checkpoint.identity import check_stats
+from appliance.checkpoint.verification import verified_stats
+from appliance.errors import ConfigError, TrustError
+from appliance.handover.source import Loaded
+from appliance.progress import telling
+from appliance.slabs.devices import CPU
+from appliance.target import Target
+from appliance.tensors.homes import Stage
+from appliance.vllm.facts import facts
+
+TARGET: Final = "target"
+DRAFT: Final = "draft"
+
+
+class VllmSource:
+    """The weights that one worker of vLLM asks its model loader for. `target` is None for one that only attaches."""
+
+    opaque: Collection[type] = ()
+
+    def __init__(self, vllm_config: Any, model_config: Any, *, prefix: str, target: Target | None) -> None:
+        self._config = vllm_config
+        self._model_config = model_config
+        self._prefix = prefix
+        self._target = target
+        speculative = vllm_config.speculative_config
+        is_draft = speculative is not None and model_config is speculative.draft_model_config
+        self.role = DRAFT if is_draft else TARGET
+        self.rank = _rank(vllm_config.parallel_config)
+        load_device = vllm_config.load_config.device
+        self._device = torch.device(vllm_config.device_config.device if load_device is None else load_device)
+        self.device = _uuid(self._device)
+        # Taken now: what builds a model also changes its configuration.
+        self._facts = facts(vllm_config, model_config, device=self.device)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        # On a CPU post-processing ends in closures over packed weights, which no other process can have.
+        return ("loaded",) if self.device == CPU else ("processed", "loaded")
+
+    def facts(self, configs: Mapping[str, bytes]) -> Mapping[str, object]:
+        return self._facts
+
+    def skeleton(self, configs: Mapping[str, bytes]) -> torch.nn.Module:
+        return self._built(torch.device("meta"))
+
+    def load(self, stage: Stage, on_progress: Callable[[str], None]) -> Loaded:
+        """Return what vLLM's default loader makes of the checkpoint, whose every byte was hashed before.
+
+        TrustError naming the first file that is not as signed or pinned, or that changed until it was loaded.
+        """
+        if self._target is None:
+            raise ConfigError("without a manifest an engine attaches, and loads nothing")
+        identity, state = self._target.identity, self._target.manifest.directories.state
+        began = time.monotonic()
+        stats = verified_stats(identity, state, on_progress=telling("verifying", on_progress))
+        configs = read_configs(identity.root, identity.manifest)
+        verified = time.monotonic()
+        on_progress("vLLM reads the weights")
+        module = self._built(self._device)
+        model_config = copy.copy(self._model_config)
+        # vLLM was started on the configs alone; the weights are where they always were.
+        model_config.model = str(identity.root)
+        load_config = copy.copy(self._config.load_config)
+        load_config.load_format, load_config.model_loader_extra_config = "safetensors", {}
+        with set_default_torch_dtype(self._model_config.dtype), self._device:
+            DefaultModelLoader(load_config).load_weights(module, model_config)
+        if changed := check_stats(identity, stats):
+            raise TrustError(f"checkpoint {identity.root}: {changed[0]} changed while it was loaded")
+        if stage == "processed":
+            self._process(module)
+        built = time.monotonic()
+        phases = {"verify": verified - began, "build": built - verified, "load": built - began}
+        return Loaded(module.eval(), configs, stats, phases)
+
+    def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
+        if stage == "loaded":
+            self._process(module)
+        else:
+            with _already_processed() as rebuilds:
+                if rebuilds:
+                    self._process(module)
+        return module.eval()
+
+    def _built(self, device: torch.device) -> torch.nn.Module:
+        with set_default_torch_dtype(self._model_config.dtype), device, self._own_layers():
+            module: torch.nn.Module = vllm_loading.initialize_model(
+                vllm_config=self._config, model_config=self._model_config, prefix=self._prefix
+            )
+        return module
+
+    @contextlib.contextmanager
+    def _own_layers(self) -> Iterator[None]:
+        """Let a model be built though one was before: layers enter themselves, by name, in the configuration."""
+        layers = self._config.compilation_config.static_forward_context
+        before = dict(layers)
+        layers.clear()
+        try:
+            yield
+        finally:
+            for name, layer in before.items():
+                layers.setdefault(name, layer)
+
+    def _process(self, module: torch.nn.Module) -> None:
+        with set_default_torch_dtype(self._model_config.dtype), self._device:
+            vllm_loading.process_weights_after_loading(module, self._model_config, self._device)
+
+
+def _rank(parallel_config: Any) -> int:
+    """Return this worker's place among all ranks of the model, replicas included, as vLLM numbers them."""
+    # The rank of a dense replica is 0 in each; its index is not.
+    replica = getattr(parallel_config, "data_parallel_index", None)
+    if replica is None:
+        replica = parallel_config.data_parallel_rank
+    per_replica = parallel_config.tensor_parallel_size * parallel_config.pipeline_parallel_size
+    return int(replica * per_replica + parallel_config.rank % per_replica)
+
+
+def _uuid(device: torch.device) -> str:
+    if device.type == CPU:
+        return CPU
+    index = torch.cuda.current_device() if device.index is None else device.index
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+@contextlib.contextmanager
+def _already_processed() -> Iterator[bool]:
+    """Tell whether this vLLM can rebuild what post-processing leaves beside tensors, and have it do no more than that.
+
+    Since 0.31; before that a shard is `processed` only where nothing but tensors was changed.
+    """
+    try:
+        from vllm.model_executor.utils import weights_already_processed
+    except ImportError:
+        yield False
+        return
+    with weights_already_processed():
+        yield True

@@ -1,0 +1,38 @@
+"""Makes checkpoints that vLLM serves on a CPU: its attention kernels there want heads of 32 or more."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine import checkpoints
+
+CONTEXT_TOKENS = checkpoints.CONTEXT_TOKENS
+SMALL: dict[str, Any] = checkpoints.SMALL | {"hidden_size": 128, "head_dim": 32}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+# One of each kind of trap: ties, fused projections, experts, latent attention, a router's bias, sliding windows.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SMALL | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", SMALL),
+    "qwen3-moe": ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 4}),
+    "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mistral": ("mistral", SMALL | {"sliding_window": 64}),
+    "gemma3": ("gemma3_text", SMALL | {"sliding_window": 64, "tie_word_embeddings": True}),
+    "phi3": ("phi3", SMALL | {"pad_token_id": 0}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        SMALL
+        | EXPERTS
+        | LATENT
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 1},
+    ),
+    "gpt-oss": ("gpt_oss", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}),
+}
+
+
+def make_checkpoint(directory: Path, *, architecture: str = "llama") -> Path:
+    """Write a bf16 checkpoint of random weights, the same each time; return the directory."""
+    kind, settings = ARCHITECTURES[architecture]
+    return checkpoints.write_checkpoint(directory, kind, settings, dtype=torch.bfloat16)
