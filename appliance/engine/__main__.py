@@ -18,7 +18,7 @@ from appliance.canary import MAX_TOKENS, PROMPT, CanaryRecord
 from appliance.client import RefusedError
 from appliance.engine.imports import import_heavy_modules
 from appliance.errors import ApplianceError, TrustError
-from appliance.events import ERROR, event
+from appliance.events import ERROR, WARNING, event
 from appliance.notify import Notifier
 from appliance.target import Target, read_target
 from appliance.verdict import Outcome
@@ -140,7 +140,10 @@ def _first_token(model: "LanguageModel", canary: CanaryRecord) -> float:
     began = time.monotonic()
     model.generate(model.tokenizer.encode(PROMPT), sampling, emit=heard, cancelled=threading.Event())
     if record:
-        canary.save([token for piece in pieces for token in piece.token_ids])
+        try:
+            canary.save([token for piece in pieces for token in piece.token_ids])
+        except OSError as error:  # a container without the state directory
+            event(f"the canary is not recorded: {canary.path}: {error.strerror}", priority=WARNING)
     return first[0] - began
 
 
