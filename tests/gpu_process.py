@@ -1,7 +1,8 @@
 """`python -m tests.gpu_process MODULE ARGUMENTS`: one of the appliance's processes on the GPUs that a test names.
 
-GPUS has their UUIDs, so that no file of a driver is needed. With FAKE they are fake ones, in host memory. Every process
-that such a process starts with its own Python is another one.
+GPUS has their UUIDs, so that no file of a driver is needed. With FAKE they are fake ones, in host memory. With CROWDED
+none has room for a second generation of weights. Every process that such a process starts with its own Python is
+another one.
 """
 
 import os
@@ -11,19 +12,23 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-from appliance import inventory
+from appliance import inventory, room
 from appliance.inventory import Gpu
 
 GPUS = "TEST_GPUS"
 FAKE = "TEST_FAKE_GPUS"
+CROWDED = "TEST_CROWDED"
 PYTHON = "TEST_GPU_PYTHON"
 REPOSITORY = Path(__file__).parent.parent
 WITH_TORCH = ("appliance.loader", "appliance.engine", "appliance")
 
 
 def make_python(path: Path) -> Path:
-    """Write the program that stands for Python in these processes: what it is told to run, it runs by this module."""
-    path.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m tests.gpu_process "$@"\n')
+    """Write the program that stands for Python in these processes: a module that it shall run, it runs by this one."""
+    path.write_text(
+        f'#!/bin/sh\nif [ "$1" = -m ]; then shift; exec {sys.executable} -m tests.gpu_process "$@"; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
     path.chmod(0o755)
     return path
 
@@ -41,6 +46,8 @@ def gpus(uuids: tuple[str, ...], *, fake: bool, torch: bool = True, boot: str = 
     found = [Gpu(index, uuid, "NVIDIA H200") for index, uuid in enumerate(uuids)]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(inventory, "gpus", lambda folder=None: found))
+        if os.environ.get(CROWDED):
+            stack.enter_context(mock.patch.object(room, "crowded", lambda identity, devices: tuple(devices)))
         if fake and torch:
             import torch as real_torch
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from appliance.checkpoint.digests import digest_checkpoint
 from appliance.checkpoint.safetensors import TensorInfo
@@ -87,6 +88,8 @@ def test_greedy_tokens_of_attached_weights_are_those_of_weights_from_disk(kept: 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_says_the_same_from_disk_and_attached(tmp_path: Path, architecture: str, uuid: str) -> None:
+    if ARCHITECTURES[architecture][0] not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not know it")
     backend = CudaBackend(uuid)
     checkpoint = make_checkpoint(tmp_path / "checkpoint", architecture=architecture, dtype=torch.bfloat16)
     prompt = torch.arange(3, 19, device=GPU)[None]
