@@ -27,6 +27,7 @@ OLDEST_VERSION = 252
 WANTED_FILES = 4096
 # A build date says that a clock before it is wrong, whatever a time server thinks.
 EARLIEST_CLOCK = 1_764_000_000.0
+DEVICES = Path("/dev")
 SLOW_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse", "ceph", "9p", "virtiofs", "fuse.sshfs"})
 
 
@@ -145,12 +146,35 @@ def _podman() -> Iterator[Finding]:
         yield Finding(Level.NOTE, f"{text} reads no drop-ins of Quadlet files", "upgrade to 5.0 or later")
     else:
         yield Finding(Level.OK, f"{text} with Quadlet")
-    if inventory.gpus() and not any(list(Path(folder).glob("nvidia*")) for folder in ("/etc/cdi", "/var/run/cdi")):
+    if not inventory.gpus():
+        return
+    if not any(list(Path(folder).glob("nvidia*")) for folder in ("/etc/cdi", "/var/run/cdi")):
         yield Finding(
             Level.NOTE,
             "no CDI description of the GPUs: containers cannot get them",
             "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
         )
+    if unnamed := _without_link(DEVICES):
+        yield Finding(
+            Level.NOTE,
+            f"no link in /dev/char to {' '.join(unnamed)}: systemd cannot name these devices, and a daemon-reload may "
+            "take them away from a running container",
+            "nvidia-ctk system create-dev-char-symlinks --create-all",
+        )
+
+
+def _without_link(devices: Path) -> list[str]:
+    """Return the GPU device nodes that systemd does not find by their number, as it looks for them at each reload."""
+    unnamed = []
+    for node in sorted(devices.glob("nvidia*")):
+        found = node.stat()
+        if stat.S_ISCHR(found.st_mode) and not (devices / f"char/{_number(found.st_rdev)}").exists():
+            unnamed.append(node.name)
+    return unnamed
+
+
+def _number(device: int) -> str:
+    return f"{os.major(device)}:{os.minor(device)}"
 
 
 def _keys(manifest: Manifest) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 import os
 import resource
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_the_version_of_podman(
 ) -> None:
     program("podman", said)
     assert found(site, words).level is level
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make device nodes")
+def test_a_gpu_that_a_reload_may_take_away_from_a_container(
+    site: Path, program: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("podman", "podman version 5.4.2")
+    monkeypatch.setattr(inventory, "gpus", lambda *folder: {} if folder else {"GPU-x": None})
+    monkeypatch.setattr(gpus, "gpu_states", list)
+    devices = tmp_path / "dev"
+    (devices / "char").mkdir(parents=True)
+    # With the number of /dev/null: nobody can do anything with it.
+    os.mknod(devices / "nvidia0", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    monkeypatch.setattr(doctor, "DEVICES", devices)
+    assert found(site, "no link in /dev/char to nvidia0").level is Level.NOTE
+    (devices / "char/1:3").symlink_to("../nvidia0")
+    assert not any("/dev/char" in finding.what for finding in examine(site))
 
 
 def test_a_low_limit_of_open_files(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
