@@ -28,6 +28,8 @@ usage() {
     cat <<'USAGE'
 Usage: sudo ./install.sh                  install on this host, or upgrade: environment, command, units, user
        sudo ./install.sh --uninstall      take all of that away, and leave /etc/appliance and signatures
+       ./install.sh --bundle ARCHIVE [IMAGE...]
+                                          make one archive that installs as this checkout does, with no network
        ./install.sh --try [ARGUMENT...]    run the demo: a real model, on this machine, as you
        ./install.sh --test [ARGUMENT...]   run every test; arguments go to pytest
        ./install.sh --help
@@ -37,6 +39,9 @@ Usage: sudo ./install.sh                  install on this host, or upgrade: envi
 `appliance demo`: try --json.
 
 --test run as root also installs the Debian packages that the tests use. Without root it says which tests are skipped.
+
+--bundle fetches every package into a tar ARCHIVE, with the container IMAGEs that Podman has here. Unpack it on the other
+host and run the install.sh in it: it loads the images, too. That host needs the same Python and processor.
 
 Installing needs Linux with systemd 252 or later (254 for all of it) and Python 3.11 to 3.13. Weights and engines that
 run stay; keepers are restarted on the new code, which does not touch what they hold.
@@ -59,6 +64,7 @@ main() {
     --test) run_tests "$@" ;;
     -h | --help) usage ;;
     --uninstall) uninstall ;;
+    --bundle) bundle "$@" ;;
     '') install_on_host ;;
     *)
         usage >&2
@@ -95,6 +101,7 @@ install_on_host() {
     local release
     release=$prefix/releases/$(date -u +%Y%m%d%H%M%S)
     [[ -n $dest ]] || require_systemd
+    [[ -n $dest ]] || load_images
     say "making the environment $release"
     mkdir -p -- "$dest$prefix/releases"
     venv=$dest$release
@@ -141,20 +148,85 @@ begin_with() {
 
 # The package as a wheel's copy, not this checkout: it may move or change after this.
 install_release() {
-    local extras=${APPLIANCE_EXTRAS-} quiet=--quiet
-    if [[ -z $extras ]]; then
-        extras=engine
-        [[ ! -e /proc/driver/nvidia/version ]] || extras=engine,cuda
-    fi
+    local extras quiet=--quiet
+    extras=$(extras)
     say "installing appliance[$extras] and what it needs; this takes a minute or more"
     [[ ! -t 2 ]] || quiet=''
+    if is_bundle; then
+        "$venv/bin/python" -m pip install ${quiet:+"$quiet"} --disable-pip-version-check --no-index \
+            --find-links "$checkout/wheels" --constraint "$checkout/constraints.txt" "appliance[$extras]" >&2 </dev/null
+        return 0
+    fi
     local source
     source=$(mktemp -d)
-    # pip builds in place: a checkout that root wrote to would be of no use to its owner.
-    cp -R -- "$checkout"/{appliance,pyproject.toml,README.md,LICENSE,constraints.txt} "$source"
+    copy_source "$source"
     (cd -- "$source" && "$venv/bin/python" -m pip install ${quiet:+"$quiet"} --disable-pip-version-check \
         --constraint constraints.txt ".[$extras]" >&2 </dev/null)
     rm -rf -- "$source"
+}
+
+# pip builds in place: a checkout that root wrote to would be of no use to its owner.
+copy_source() {
+    cp -R -- "$checkout"/{appliance,pyproject.toml,README.md,LICENSE,constraints.txt} "$1"
+}
+
+extras() {
+    if [[ -n ${APPLIANCE_EXTRAS-} ]]; then
+        printf '%s\n' "$APPLIANCE_EXTRAS"
+    elif is_bundle; then
+        cat -- "$checkout/wheels/extras"
+    elif [[ -e /proc/driver/nvidia/version ]]; then
+        printf 'engine,cuda\n'
+    else
+        printf 'engine\n'
+    fi
+}
+
+is_bundle() {
+    [[ -e $checkout/wheels/python ]]
+}
+
+bundle() {
+    local archive=${1-} folder place image number=0
+    [[ -n $archive ]] || die $EX_USAGE "--bundle needs the name of the archive to make" "./install.sh --bundle bundle.tar"
+    is_bundle && die $EX_USAGE "this is a bundle already"
+    shift
+    require_linux
+    folder=$(mktemp -d)
+    # shellcheck disable=SC2064 # it is gone when the trap runs
+    trap "rm -rf -- '$folder'" EXIT
+    place=$folder/appliance
+    mkdir -p -- "$place"/{wheels,images} "$folder/source"
+    cp -R -- "$checkout"/{container,etc,install.sh,units} "$place"
+    copy_source "$place"
+    find "$place" -name __pycache__ -prune -exec rm -rf -- {} +
+    copy_source "$folder/source"
+    venv=$folder/venv
+    make_venv
+    say "fetching the packages of appliance[$(extras)]"
+    (cd -- "$folder/source" && "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check \
+        --constraint constraints.txt --wheel-dir "$place/wheels" ".[$(extras)]" >&2 </dev/null)
+    extras >"$place/wheels/extras"
+    "$venv/bin/python" -c 'import sys; print("3.%d" % sys.version_info[1])' >"$place/wheels/python"
+    for image in "$@"; do
+        say "saving the image $image"
+        number=$((number + 1))
+        podman save --quiet --output "$place/images/$number.tar" "$image"
+    done
+    # Wheels are compressed already.
+    tar --create --owner=root --group=root --file "$archive" --directory "$folder" appliance
+    say "made $archive: on the other host, tar --extract --file $(basename -- "$archive"), then sudo appliance/install.sh"
+}
+
+load_images() {
+    local image
+    for image in "$checkout"/images/*.tar; do
+        [[ -e $image ]] || return 0
+        command -v podman >/dev/null || die $EX_UNAVAILABLE "this bundle has container images, and there is no Podman here" \
+            "install Podman, or remove $checkout/images"
+        say "loading $image"
+        podman load --quiet --input "$image" >&2
+    done
 }
 
 install_files() {
@@ -290,6 +362,7 @@ make_venv() {
 # Print the first Python that is new enough and can make a virtual environment.
 choose_python() {
     local candidate found package lacking='' candidates=(python3 python3.{13,12,11})
+    ! is_bundle || candidates=("python$(<"$checkout/wheels/python")")
     [[ -z ${PYTHON-} ]] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
         found=$(command -v "$candidate") || continue
@@ -305,6 +378,8 @@ choose_python() {
         package=$("$lacking" -c 'import sys; print("python3.%d-venv" % sys.version_info[1])')
         die $EX_UNAVAILABLE "$lacking cannot make a virtual environment" "apt-get install $package"
     fi
+    ! is_bundle || die $EX_UNAVAILABLE "no Python $(<"$checkout/wheels/python") here, which this bundle is for" \
+        "make the bundle with this host's Python, on a host that has it"
     die $EX_UNAVAILABLE "no Python 3.$OLDEST_MINOR to 3.$NEWEST_MINOR here${PYTHON:+ (PYTHON is $PYTHON)}" \
         "apt-get install python3 python3-venv"
 }
