@@ -6,6 +6,7 @@ finds all of them, and other weights or another vLLM find none.
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from appliance.slabs.devices import CPU
 from appliance.target import Target, devices
 from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE
+from appliance.vllm.variables import NAMES_VARIABLE, shaping_variables
 
 KEPT_CACHES = 3
 # Where each of these keeps what it compiled or tuned.
@@ -34,7 +36,7 @@ def environment(target: Target, manifest: Path) -> dict[str, str]:
     engine = target.model.engine
     folder = cache_folder(target)
     own = [device for device in devices(target.model) if device != CPU]
-    return {
+    found = {
         **_OFFLINE,
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         **{variable: str(folder / name) for variable, name in _CACHES.items()},
@@ -45,6 +47,11 @@ def environment(target: Target, manifest: Path) -> dict[str, str]:
         MANIFEST_VARIABLE: str(manifest.absolute()),
         MODEL_VARIABLE: target.name,
     }
+    return {**found, NAMES_VARIABLE: " ".join(shaping_variables({**_inherited(), **found}))}
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != NAMES_VARIABLE}
 
 
 def cache_folder(target: Target) -> Path:

@@ -4,29 +4,11 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from appliance import inventory
 from appliance.handover.device import device_facts
-
-# Variables of vLLM that choose neither a kernel nor a layout. A new one that is not here is a fact, and refuses one
-# attach too many rather than one too few.
-NEUTRAL_VARIABLES = frozenset(
-    {
-        "VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE", "VLLM_CONFIGURE_LOGGING",
-        "VLLM_CPU_CI_ENV", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND",
-        "VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "VLLM_DIST_IDENT", "VLLM_DO_NOT_TRACK", "VLLM_DP_MASTER_IP",
-        "VLLM_DP_MASTER_PORT", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE",
-        "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ENGINE_ITERATION_TIMEOUT_S", "VLLM_ENGINE_READY_TIMEOUT_S",
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_HOST_IP", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
-        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "VLLM_LOGGING_CONFIG_PATH", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX",
-        "VLLM_LOGGING_STREAM", "VLLM_LOG_MODEL_INSPECTION", "VLLM_LOG_STATS_INTERVAL", "VLLM_NO_USAGE_STATS",
-        "VLLM_PLUGINS", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_RPC_TIMEOUT", "VLLM_SERVER_DEV_MODE",
-        "VLLM_TRACE_FUNCTION", "VLLM_USAGE_SOURCE", "VLLM_USAGE_STATS_SERVER", "VLLM_WORKER_MULTIPROC_METHOD",
-        "VLLM_XLA_CACHE_PATH",
-    }
-)  # fmt: skip
+from appliance.vllm.variables import shaping_variables
 
 # Settings of vLLM's own configuration, by their places in a VllmConfig. Older releases have not all of them.
 _SETTINGS = {
@@ -71,13 +53,7 @@ def facts(vllm_config: Any, model_config: Any, *, device: str) -> dict[str, obje
     found |= {name: _at(model_config, setting) for name, setting in _MODEL_SETTINGS.items()}
     found |= {name: _at(vllm_config, place) for name, place in _SETTINGS.items()}
     found |= {f"{package}.version": inventory.version(package) for package in _KERNEL_PACKAGES if _installed(package)}
-    return found | dict(_environment(os.environ))
-
-
-def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for name, value in environ.items():
-        if name.startswith("VLLM_") and name not in NEUTRAL_VARIABLES:
-            yield f"env.{name}", value
+    return found | {f"env.{name}": os.environ.get(name, "") for name in shaping_variables(os.environ)}
 
 
 def _installed(package: str) -> bool:

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import torch
+import vllm.config
 from vllm.model_executor.model_loader import utils as vllm_loading
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -29,7 +31,10 @@ DRAFT: Final = "draft"
 class VllmSource:
     """The weights that one worker of vLLM asks its model loader for. `target` is None for one that only attaches."""
 
-    opaque: Collection[type] = ()
+    # A configuration lists the layers of every model of the process, and through them its KV cache.
+    opaque: Collection[type] = tuple(
+        kind for kind in vars(vllm.config).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    )
 
     def __init__(self, vllm_config: Any, model_config: Any, *, prefix: str, target: Target | None) -> None:
         self._config = vllm_config
