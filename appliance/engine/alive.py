@@ -1,6 +1,7 @@
-"""`python -m appliance.engine.alive URL`: a container's health check. Ends with 0 where the engine does its work.
+"""`python -m appliance.engine.alive URL`: a container's health check. Ends with 1 where the engine has to be killed.
 
-One that drains does: it answers 503 to everybody, and is not to be killed for that.
+One that drains has not: it answers 503 to everybody. Nor one that does not listen yet: systemd sees to it that it
+starts in time, and a check that fails would be a failed unit of the host's at every start.
 """
 
 import json
@@ -12,13 +13,15 @@ TIMEOUT_S = 15.0
 
 
 def is_alive(url: str) -> bool:
-    """Tell whether an engine's /health says that its model still answers, or that it is draining."""
+    """Tell whether an engine's /health says that its model still answers, or that it is draining; or nobody listens."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # noqa: S310
             body = response.read()
     except urllib.error.HTTPError as error:
         with error:
             body = error.read()
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ConnectionRefusedError)
     except OSError:
         return False
     try:

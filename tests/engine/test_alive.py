@@ -1,9 +1,11 @@
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from appliance.engine import alive
 from appliance.engine.alive import is_alive
 
 
@@ -40,7 +42,7 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "alive"),
+    ("status", "body", "lives"),
     [
         (200, b'{"status": "ok"}', True),
         (503, b'{"status": "draining"}', True),
@@ -50,13 +52,19 @@ def engine() -> Iterator[Engine]:
         (404, b"{}", False),
     ],
 )
-def test_an_engine_is_alive_while_it_answers_or_drains(engine: Engine, status: int, body: bytes, alive: bool) -> None:
+def test_an_engine_is_alive_while_it_answers_or_drains(engine: Engine, status: int, body: bytes, lives: bool) -> None:
     engine.answer = status, body
-    assert is_alive(engine.url) is alive
+    assert is_alive(engine.url) is lives
 
 
-def test_one_that_is_not_there_is_not_alive(engine: Engine) -> None:
+def test_one_that_does_not_listen_yet_is_left_in_peace(engine: Engine) -> None:
     url = engine.url
     engine.shutdown()
     engine.server_close()
-    assert not is_alive(url)
+    assert is_alive(url)
+
+
+def test_one_that_does_not_answer_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alive, "TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not is_alive(f"http://127.0.0.1:{silent.getsockname()[1]}/health")
