@@ -125,6 +125,29 @@ class FileStream:
         if piece and self.on_hashed is not None:
             self.on_hashed()
 
+    def hash_cached(self, scratch: memoryview, *, limit_bytes: int) -> int:
+        """Read and hash what is in the page cache from here on, up to the limit; return how many bytes that was.
+
+        What a core reads it finds in its own cache when it hashes it, if the scratch memory is small enough.
+        """
+        descriptor, _ = self._open_now()
+        # Little happens between two parts: on a busy core it costs more than it seems.
+        fd, update, begin, flags = descriptor.fileno(), self._hasher.update, self.position, os.RWF_NOWAIT
+        end = begin + limit_bytes
+        while self.position < end:
+            part = scratch[: end - self.position]
+            try:
+                count = os.preadv(fd, [part], self.position, flags)
+            except OSError as error:
+                if error.errno in _CANNOT_SAY:
+                    break
+                raise os_refusal(error, f"read {self.root.path / self.path}") from error
+            if count == 0:
+                break
+            update(part[:count])
+            self.position += count
+        return self.position - begin
+
     def finish(self) -> None:
         """Check that the file is still as it was, settle its digest, check that too, and close."""
         descriptor, before = self._open_now()

@@ -46,5 +46,6 @@ def reader_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def stream_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file many pieces long."""
     monkeypatch.setattr(streams, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(streams, "PART_BYTES", PIECE_BYTES // 3)
     monkeypatch.setattr(streams, "_QUANTUM_BYTES", 4 * PIECE_BYTES)
     monkeypatch.setattr(streams, "_SMALL_BYTES", PIECE_BYTES // 10)

@@ -176,16 +176,14 @@ class TestChangesMeanwhile:
     @pytest.mark.parametrize("path", [FIRST, "config.json", "training_args.bin"])
     def test_while_it_is_read(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         manifest = digest_checkpoint(checkpoint)
-        real = FileStream.hash
-        touched: list[str] = []
+        real = FileStream.finish
 
-        def touch(stream: FileStream, piece: list[memoryview]) -> None:
-            real(stream, piece)
-            if stream.path == path and not touched:
-                touched.append(path)
+        def touch(stream: FileStream) -> None:
+            if stream.path == path:
                 os.utime(checkpoint / path, ns=(1, 1))
+            real(stream)
 
-        monkeypatch.setattr(FileStream, "hash", touch)
+        monkeypatch.setattr(FileStream, "finish", touch)
         with pytest.raises(TrustError, match=f"{path} changed while it was read"):
             read(checkpoint, manifest)
 

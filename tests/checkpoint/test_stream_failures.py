@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.checkpoint import streams
-from appliance.checkpoint.file_stream import FileStream, Piece
+from appliance.checkpoint.file_stream import FileStream
 from appliance.checkpoint.files import find_root
 from appliance.checkpoint.streams import make_streams, run_streams
 from appliance.errors import ResourceError, TrustError
@@ -18,66 +18,72 @@ from tests.checkpoint.numbered import PIECE_BYTES, make_files, streams_of
 pytestmark = pytest.mark.usefixtures("stream_pieces")
 
 
+@pytest.mark.parametrize("threads", [1, 7], ids=["hashed by who reads it", "read ahead"])
 class TestChanges:
     """What happens to a file between its opening and its last byte is noticed."""
 
-    def change(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]) -> None:
+    def change(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, change: Callable[[Path], None]
+    ) -> None:
         contents = make_files(tmp_path, [5 * PIECE_BYTES] * 3)
         file = tmp_path / "f001"
         wait_for_a_tick(file)
-        real = FileStream.hash
+        inode, real = file.stat().st_ino, os.preadv
         changed: list[bool] = []
 
-        def change_once(stream: FileStream, piece: Piece) -> None:
-            real(stream, piece)
-            if stream.path == "f001" and not changed:
+        def read_and_change_once(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+            count = real(fd, buffers, offset, flags)
+            if not changed and os.fstat(fd).st_ino == inode:
                 changed.append(True)
                 change(file)
+            return count
 
-        monkeypatch.setattr(FileStream, "hash", change_once)
-        run_streams(streams_of(tmp_path, contents))
+        monkeypatch.setattr(os, "preadv", read_and_change_once)
+        run_streams(streams_of(tmp_path, contents), threads=threads)
 
-    def test_rewritten_in_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rewritten_in_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         with pytest.raises(TrustError, match=r"f001 changed while it was read \(mtime_ns, ctime_ns\)"):
-            self.change(tmp_path, monkeypatch, lambda file: write_at(file, 4 * PIECE_BYTES))
+            self.change(tmp_path, monkeypatch, threads, lambda file: write_at(file, 4 * PIECE_BYTES))
 
-    def test_rewritten_with_its_old_time_put_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rewritten_with_its_old_time_put_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+    ) -> None:
         def rewrite(file: Path) -> None:
             status = file.stat()
             write_at(file, 0)
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
         with pytest.raises(TrustError, match=r"f001 changed while it was read \(ctime_ns\)"):
-            self.change(tmp_path, monkeypatch, rewrite)
+            self.change(tmp_path, monkeypatch, threads, rewrite)
 
-    def test_cut_short(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_cut_short(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         with pytest.raises(TrustError, match="f001 was cut short"):
-            self.change(tmp_path, monkeypatch, lambda file: os.truncate(file, PIECE_BYTES))
+            self.change(tmp_path, monkeypatch, threads, lambda file: os.truncate(file, PIECE_BYTES))
 
-    def test_grown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_grown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         with pytest.raises(TrustError, match=r"f001 changed while it was read \(size_bytes"):
-            self.change(tmp_path, monkeypatch, lambda file: os.truncate(file, 9 * PIECE_BYTES))
+            self.change(tmp_path, monkeypatch, threads, lambda file: os.truncate(file, 9 * PIECE_BYTES))
 
-    def test_another_file_renamed_over_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_file_renamed_over_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         # What is open stays what it is, but its link count changes, and with it the time of its last change.
         def replace(file: Path) -> None:
             (file.parent / "new").write_bytes(b"x" * 5 * PIECE_BYTES)
             (file.parent / "new").replace(file)
 
         with pytest.raises(TrustError, match="f001 changed while it was read"):
-            self.change(tmp_path, monkeypatch, replace)
+            self.change(tmp_path, monkeypatch, threads, replace)
 
-    def test_another_size_than_when_it_was_listed(self, tmp_path: Path) -> None:
+    def test_another_size_than_when_it_was_listed(self, tmp_path: Path, threads: int) -> None:
         done = streams_of(tmp_path, make_files(tmp_path, [500] * 3))
         os.truncate(tmp_path / "f002", 499)
         with pytest.raises(TrustError, match="f002 changed size"):
-            run_streams(done)
+            run_streams(done, threads=threads)
 
-    def test_gone(self, tmp_path: Path) -> None:
+    def test_gone(self, tmp_path: Path, threads: int) -> None:
         done = streams_of(tmp_path, make_files(tmp_path, [500] * 3))
         (tmp_path / "f002").unlink()
         with pytest.raises(TrustError, match="f002 is missing"):
-            run_streams(done)
+            run_streams(done, threads=threads)
 
 
 def test_a_wrong_digest_stops_the_rest_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,31 @@ def test_pages_that_are_not_cached_are_read_all_the_same(tmp_path: Path, monkeyp
     assert len(waited) == 30
 
 
+@pytest.mark.parametrize("threads", [1, 9])
+def test_a_file_of_which_only_the_first_pages_are_cached_is_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    contents = make_files(tmp_path, [5 * PIECE_BYTES + 3] * 5)
+    real = os.preadv
+    cached_bytes = PIECE_BYTES * 3 // 2
+    waited: set[int] = set()
+
+    def some_are_cached(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            room = min(buffers[0].nbytes, cached_bytes - offset)
+            if room <= 0:
+                raise OSError(11, "not without waiting")  # EAGAIN
+            return real(fd, [buffers[0][:room]], offset)
+        waited.add(offset)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", some_are_cached)
+    done = streams_of(tmp_path, contents)
+    run_streams(done, threads=threads)
+    assert digests_of(done) == {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+    assert min(waited) == cached_bytes
+
+
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = make_files(tmp_path, [3 * PIECE_BYTES + 3] * 2)
     real = os.preadv
@@ -144,14 +169,14 @@ def test_the_file_with_the_most_left_goes_first_so_that_all_end_together(
 ) -> None:
     monkeypatch.setattr(streams, "_QUANTUM_BYTES", 1)
     contents = make_files(tmp_path, [400 * PIECE_BYTES, 100 * PIECE_BYTES, 100 * PIECE_BYTES])
-    hash_piece = FileStream.hash
+    hash_cached = FileStream.hash_cached
     order: list[str] = []
 
-    def note(stream: FileStream, piece: Piece) -> None:
+    def note(stream: FileStream, scratch: memoryview, *, limit_bytes: int) -> int:
         order.append(stream.path)
-        hash_piece(stream, piece)
+        return hash_cached(stream, scratch, limit_bytes=limit_bytes)
 
-    monkeypatch.setattr(FileStream, "hash", note)
+    monkeypatch.setattr(FileStream, "hash_cached", note)
     opened = streams_of(tmp_path, contents)
     for stream in opened:
         stream.open()
