@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tests.engine import checkpoints
+from tests.vllm.quantized import quantize
 
 CONTEXT_TOKENS = checkpoints.CONTEXT_TOKENS
 SMALL: dict[str, Any] = checkpoints.SMALL | {"hidden_size": 128, "head_dim": 32}
@@ -32,7 +33,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(directory: Path, *, architecture: str = "llama") -> Path:
-    """Write a bf16 checkpoint of random weights, the same each time; return the directory."""
+# What the kernels of a GPU want: heads of 128, latent attention as large as DeepSeek's, sides of 128 and its multiples.
+LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "initializer_range": 0.1}
+LARGER_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256}
+LARGER_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
+def make_checkpoint(
+    directory: Path, *, architecture: str = "llama", method: str | None = None, large: bool = False
+) -> Path:
+    """Write a bf16 checkpoint of random weights, the same each time, and quantize it if asked; return the directory."""
     kind, settings = ARCHITECTURES[architecture]
-    return checkpoints.write_checkpoint(directory, kind, settings, dtype=torch.bfloat16)
+    if large:
+        settings = {**settings, **LARGER}
+        for group in (LARGER_EXPERTS, LARGER_LATENT):
+            settings |= {name: value for name, value in group.items() if name in settings}
+        if "kv_lora_rank" in settings:
+            settings.pop("head_dim")
+    checkpoints.write_checkpoint(directory, kind, settings, dtype=torch.bfloat16)
+    return directory if method is None else quantize(directory, method)
