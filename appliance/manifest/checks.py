@@ -161,7 +161,9 @@ def _threads(path: SettingPath, engine: Engine) -> Iterator[Finding]:
 def _image(path: SettingPath, engine: Engine) -> Iterator[Finding]:
     if engine.runtime == "podman" and engine.image is None:
         reads = ((*path, "engine", "image"),)
-        yield Finding((*path, "engine", "runtime"), "podman needs an image", hint="say which in engine.image", reads=reads)
+        yield Finding(
+            (*path, "engine", "runtime"), "podman needs an image", hint="say which in engine.image", reads=reads
+        )
 
 
 def _environment(path: SettingPath, engine: Engine) -> Iterator[Finding]:
