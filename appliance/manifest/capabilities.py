@@ -51,6 +51,7 @@ BACKENDS: Mapping[str, Backend] = {
     ),
 }
 
+
 def capability_findings(path: SettingPath, model: Model) -> Iterator[Finding]:
     """Yield what this model asks of its engine kind that it cannot do. `path` is the model's."""
     backend = BACKENDS[model.engine.kind]
