@@ -47,8 +47,9 @@ def engine() -> Iterator[Engine]:
         (200, b'{"status": "ok"}', True),
         (503, b'{"status": "draining"}', True),
         (503, b'{"status": "failed"}', False),
-        (200, b"", False),
-        (200, b"[]", False),
+        (200, b"", True),  # vLLM's
+        (503, b"", False),
+        (503, b"[]", False),
         (404, b"{}", False),
     ],
 )
