@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,15 @@ WAIT_S = 60.0
 class Site:
     """Everything below one folder; its checkpoint is a copy that a test may damage."""
 
-    def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, checkpoint: Path, *, copy: Callable[[str, str], object] = shutil.copy2, **settings: Any
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.checkpoint = folder / "checkpoint"
         self.manifest = folder / "appliance.yaml"
         self.settings: dict[str, Any] = {"engine": {"port": 18000}, "wait": WAIT_S, **settings}
-        shutil.copytree(checkpoint, self.checkpoint)
+        shutil.copytree(checkpoint, self.checkpoint, copy_function=copy)
         (folder / "trust").mkdir()
         generate_key(folder / "signer.key", public_path=folder / "trust" / "signer.pub")
         self.policy = "signed"

@@ -1,0 +1,246 @@
+"""What a restart of vLLM costs, phase by phase: attached to a keeper's weights, and reading them from disk.
+
+    python -m bench.vllm.restart --out DIR --work DIR --checkpoint DIR [--rounds 2] [--gpu] [-- ARGUMENT...]
+
+The same folder is served both ways, so that both find the same compiled graphs; what is compiled at first is no part of
+the figures. DIR gets results.json, a table, and every line of every engine with its time.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from appliance.target import Target
+from appliance.vllm.arguments import serve_arguments
+from appliance.vllm.environment import environment
+from tests.sites import MODEL, Site
+
+PORT = 18010
+READY_TIMEOUT_S = 420.0
+STOP_TIMEOUT_S = 90.0
+PROMPT = "The capital of France is"
+SAMPLE_S = 0.05
+# Each phase ends with the first line that says so, in this order; a line that this vLLM does not write ends nothing.
+ENDS = (
+    ("imports of the server", r"vLLM API server version|Resolved architecture"),
+    ("configuration", r"Initializing a V1 LLM engine"),
+    ("distributed init", r"world_size=\d+ rank=\d+"),
+    ("worker, model runner", r"Starting to load model"),
+    ("weights", r"Model loading took"),
+    ("compiled graphs", r"torch\.compile (takes|took)|Directly load"),
+    ("profiling", r"Available KV cache memory|GPU KV cache size"),
+    ("graph capture", r"Graph capturing finished"),
+    ("engine ready", r"init engine"),
+    ("server ready", r"Application startup complete"),
+)
+
+
+@dataclass
+class Start:
+    """One start of an engine, in seconds after its process was started."""
+
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    healthy_s: float = 0.0
+    first_token_s: float = 0.0
+    text: str = ""
+    peak_mib: int = 0
+    before_mib: int = 0
+
+    def phases_s(self) -> dict[str, float]:
+        """Return how long each phase took; the last one is from readiness to the first token."""
+        phases: dict[str, float] = {}
+        last_s, position = 0.0, 0
+        for name, pattern in ENDS:
+            found = next(
+                (index for index in range(position, len(self.lines)) if re.search(pattern, self.lines[index][1])), None
+            )
+            if found is not None:
+                phases[name] = self.lines[found][0] - last_s
+                last_s, position = self.lines[found][0], found + 1
+        phases["first token"] = self.first_token_s - last_s
+        return phases
+
+
+@contextmanager
+def started(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterator[Start]:
+    """Run an engine until it has answered once, and end it."""
+    start, began = Start(before_mib=used_mib()), time.monotonic()
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+    ended = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with log.open("w") as file:
+            for line in process.stdout:
+                now = time.monotonic() - began
+                start.lines.append((now, line.rstrip()))
+                file.write(f"{now:8.3f} {line}")
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_S):
+            start.peak_mib = max(start.peak_mib, used_mib())
+
+    threads = [threading.Thread(target=read), threading.Thread(target=sample)]
+    for thread in threads:
+        thread.start()
+    try:
+        _wait(lambda: _get("/health") is not None, process)
+        start.healthy_s = time.monotonic() - began
+        answer = _get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0})
+        start.first_token_s = time.monotonic() - began
+        more = _get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0})
+        assert answer is not None
+        assert more is not None
+        start.text = more["choices"][0]["text"]
+        yield start
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def used_mib() -> int:
+    """Return the memory in use on the first GPU, 0 where there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used >> 20)
+    except Exception:  # of NVML, or the module itself
+        return 0
+
+
+def _wait(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not holds():
+        if process.poll() is not None:
+            raise RuntimeError(f"the engine ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise TimeoutError("the engine does not get ready")
+        time.sleep(0.02)
+
+
+def _get(path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+            return json.loads(text) if text.strip() else {}
+    except (urllib.error.URLError, OSError, ValueError):
+        return None
+
+
+@contextmanager
+def keeping(site: Site, log: Path) -> Iterator[float]:
+    """Run the keeper until the block ends; yield after how many seconds the weights were resident."""
+    began = time.monotonic()
+    argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(site.manifest), "--model", MODEL]
+    with log.open("w") as file:
+        process = subprocess.Popen(argv, stdout=file, stderr=file)
+        try:
+            with site.client() as client:
+                client.describe(role="target", rank=0, wait_s=READY_TIMEOUT_S).configs.close()
+            yield time.monotonic() - began
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(STOP_TIMEOUT_S)
+
+
+def links_to_weights(target: Target) -> Path:
+    """Lay links to the weights beside the configs that vLLM is started on, for its own loader; return the folder."""
+    folder = target.manifest.directories.state / "configs" / target.identity.root_digest
+    for path in target.identity.root.path.glob("*.safetensors"):
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def summary(starts: dict[str, list[Start]]) -> dict[str, Any]:
+    """Return the figures; the first start of each kind compiled, and is only shown."""
+    kinds: dict[str, Any] = {}
+    for kind, all_of_them in starts.items():
+        measured = all_of_them[1:]
+        phases = [start.phases_s() for start in measured]
+        names = dict.fromkeys(name for found in phases for name in found)
+        kinds[kind] = {
+            "first_start_s": round(all_of_them[0].first_token_s, 2),
+            "first_token_s": [round(start.first_token_s, 2) for start in measured],
+            "before_mib": [start.before_mib for start in measured],
+            "peak_mib": [start.peak_mib for start in measured],
+            "phases_s": {
+                name: round(statistics.median(found[name] for found in phases if name in found), 3) for name in names
+            },
+        }
+    texts = {start.text for all_of_them in starts.values() for start in all_of_them}
+    return {"kinds": kinds, "same_text": len(texts) == 1, "text": sorted(texts)}
+
+
+def shown(results: dict[str, Any]) -> str:
+    """Return the figures as a table of Markdown."""
+    kinds = results["kinds"]
+    names = dict.fromkeys(name for kind in kinds.values() for name in kind["phases_s"])
+    lines = [f"| phase, seconds | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
+    for name in names:
+        lines.append(f"| {name} | {' | '.join(str(kind['phases_s'].get(name, '')) for kind in kinds.values())} |")
+    total = (statistics.median(kind["first_token_s"]) for kind in kinds.values())
+    return "\n".join([*lines, f"| start to first token | {' | '.join(f'{seconds:.2f}' for seconds in total)} |"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="a folder on the checkpoint's file system")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("arguments", nargs="*", help="of vLLM, after --")
+    given = parser.parse_args()
+    out: Path = given.out
+    out.mkdir(parents=True, exist_ok=True)
+    engine: dict[str, Any] = {"kind": "vllm", "port": PORT, "args": given.arguments}
+    settings: dict[str, Any] = {"gpus": [0]} if given.gpu else {}
+    site = Site(given.work, given.checkpoint, copy=os.link, engine=engine, wait=READY_TIMEOUT_S, **settings)
+    target = site.target()
+    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+    attach = [sys.executable, "-m", "appliance.engine", "--manifest", str(site.manifest), "--model", MODEL]
+    starts: dict[str, list[Start]] = {"attached": [], "from disk": []}
+    results: dict[str, Any] = {"checkpoint_bytes": sum(path.stat().st_size for path in given.checkpoint.iterdir())}
+    with keeping(site, out / "keeper.txt") as resident_s:
+        results |= {"resident_s": round(resident_s, 2), "resident_mib": used_mib()}
+        for number in range(given.rounds + 1):
+            with started(attach, environ, out / f"attached-{number}.txt") as start:
+                starts["attached"].append(start)
+    folder = links_to_weights(target)
+    arguments = [*serve_arguments(target.name, target.model, configs=folder), "--load-format", "safetensors"]
+    read = [sys.executable, "-m", "appliance.vllm.command_line", *arguments]
+    for number in range(given.rounds + 1):
+        with started(read, {**environ, **environment(target, site.manifest)}, out / f"disk-{number}.txt") as start:
+            starts["from disk"].append(start)
+    results |= summary(starts)
+    (out / "results.json").write_text(json.dumps(results, indent=1))
+    (out / "table.md").write_text(shown(results) + "\n")
+    print(shown(results), flush=True)
+    return 0 if results["same_text"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

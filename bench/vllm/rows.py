@@ -1,0 +1,145 @@
+"""Parity of attached weights, one row for each architecture and method, several rows at a time.
+
+    python -m bench.vllm.rows --out DIR [--jobs N] [--gpu] [ROW...]
+
+Each row is a real keeper, its loader, and `python -m appliance.vllm.parity`. DIR gets rows.jsonl and a log for each.
+The exit status is the number of rows that do not hold.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.sites import Site
+from tests.vllm.checkpoints import make_checkpoint
+
+RESIDENT_TIMEOUT_S = 240.0
+PARITY_TIMEOUT_S = 400.0
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# Not profiled: rows that come and go beside each other would disturb it.
+GPU_ARGUMENTS = ("--kv-cache-memory-bytes", "500000000", "--gpu-memory-utilization", "0.05")
+GPU_GRAPHS = ("--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4]}')
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: its architecture, its quantization method, further arguments of vLLM, and ranks."""
+
+    architecture: str
+    method: str | None = None
+    arguments: tuple[str, ...] = ()
+    tensor: int = 1
+    dtype: str = "auto"
+
+    @property
+    def name(self) -> str:
+        extra = "".join(part.strip("-").replace("/", "-") for part in self.arguments[:2])
+        parts = (self.architecture, self.method, f"tp{self.tensor}" if self.tensor > 1 else "", extra)
+        return ".".join(part for part in parts if part)
+
+
+ROWS = (
+    Row("qwen3"),
+    Row("llama"),
+    Row("qwen3-moe"),
+    Row("mixtral"),
+    Row("deepseek-v3"),
+    Row("gemma3"),
+    Row("gpt-oss"),
+    Row("qwen3", "fp8"),
+    Row("qwen3", "fp8-block"),
+    Row("qwen3", "fp8", ("--kv-cache-dtype", "fp8")),
+    Row("qwen3", "compressed-tensors-fp8"),
+    Row("qwen3", "compressed-tensors-int8"),
+    Row("qwen3", "awq", dtype="float16"),
+    Row("qwen3", "gptq", dtype="float16"),
+)
+
+
+def measure(row: Row, folder: Path, *, gpu: bool) -> dict[str, Any]:
+    """Return what came of one row; never raises for what vLLM or the appliance refuse."""
+    began = time.monotonic()
+    result: dict[str, Any] = {"row": row.name}
+    engine: dict[str, Any] = {"kind": "vllm", "port": 18000, "args": ["--max-model-len", "512", *row.arguments]}
+    if gpu:
+        engine["args"] += [*GPU_ARGUMENTS, *GPU_GRAPHS]
+    else:
+        engine["args"] += ["--enforce-eager"]
+        engine["environment"] = CPU_ENVIRONMENT
+    settings: dict[str, Any] = {"engine": engine, "parallel": {"tensor": row.tensor}, "dtype": row.dtype}
+    if gpu:
+        settings["gpus"] = list(range(row.tensor))
+    checkpoint = make_checkpoint(
+        folder / "made", architecture=row.architecture, method=row.method, large=gpu or row.method is not None
+    )
+    site = Site(folder / "site", checkpoint, wait=RESIDENT_TIMEOUT_S, **settings)
+    with (folder / "log.txt").open("w") as log:
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+        argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(site.manifest), "--model", "m"]
+        keeper = subprocess.Popen(argv, stdout=log, stderr=log, env=environment)
+        try:
+            with site.client() as client:
+                for rank in range(row.tensor):
+                    client.describe(role="target", rank=rank, wait_s=RESIDENT_TIMEOUT_S).configs.close()
+            result["resident_s"] = round(time.monotonic() - began, 1)
+            argv[2] = "appliance.vllm.parity"
+            done = subprocess.run(
+                argv,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                timeout=PARITY_TIMEOUT_S,
+                check=False,
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith('{"model"')]
+            result |= {"status": done.returncode, **(json.loads(lines[-1]) if lines else {})}
+        except Exception as error:
+            result |= {"status": -1, "error": f"{type(error).__name__}: {error}"[:600]}
+        finally:
+            keeper.send_signal(signal.SIGTERM)
+            keeper.wait()
+    result["seconds"] = round(time.monotonic() - began, 1)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(row.name for row in ROWS)}")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="where checkpoints and sites are made; DIR if left out")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--gpu", action="store_true")
+    given = parser.parse_args(arguments)
+    rows = [row for row in ROWS if not given.rows or row.name in given.rows]
+    given.out.mkdir(parents=True, exist_ok=True)
+    work = given.work or given.out
+
+    def one(row: Row) -> dict[str, Any]:
+        folder = work / row.name
+        folder.mkdir(parents=True)
+        result = measure(row, folder, gpu=given.gpu)
+        if work != given.out:
+            (given.out / f"{row.name}.txt").write_bytes((folder / "log.txt").read_bytes()[-60_000:])
+        line = json.dumps(result)
+        with (given.out / "rows.jsonl").open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+        return result
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = list(pool.map(one, rows))
+    return sum(result["status"] != 0 for result in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
