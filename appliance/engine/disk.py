@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from appliance.checkpoint.reader import read_verified
 from appliance.checkpoint.safetensors import TensorInfo
 from appliance.engine.configs import stated_dtype
 from appliance.engine.device import device_of
+from appliance.engine.imports import import_heavy_modules
 from appliance.engine.model import load
 from appliance.errors import ConfigError, ResourceError
 from appliance.handover.source import Loaded
@@ -47,7 +49,12 @@ def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda
     """
     started = time.monotonic()
     identity = target.identity
-    with tempfile.TemporaryDirectory(prefix="appliance-configs-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="appliance-configs-") as folder,
+        ThreadPoolExecutor(1, "imports") as pool,
+    ):
+        # Seconds, which reading and hashing need not wait for.
+        importing = pool.submit(import_heavy_modules)
         memory = _Memory(target, Path(folder))
         progress = telling("loading", on_progress)
         if memory.device_name == CPU:
@@ -68,13 +75,20 @@ def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda
                 on_progress=progress,
             )
         verified = time.monotonic()
+        importing.result()
+        imported = time.monotonic()
         on_progress("building the model")
         module = load(Path(folder), memory.tensors, dtype=target.model.dtype)
     with memory.room(f"the weights of {target.name}"):
         # What was converted, and buffers that a constructor computes.
         module = module.to(memory.device)
     built = time.monotonic()
-    phases = {"verify": verified - started, "build": built - verified, "load": built - started}
+    phases = {
+        "verify": verified - started,
+        "imports": imported - verified,
+        "build": built - imported,
+        "load": built - started,
+    }
     return Loaded(module, read.configs, read.files, phases)
 
 

@@ -82,6 +82,12 @@ def slab_checksums(device: str, slabs: Sequence[Descriptor], slab_sizes: Sequenc
         )
 
 
+def make_ready(device: str) -> None:
+    """Open the device and compile what it needs, so that the next checksum takes no longer than reading."""
+    if device != CPU:
+        int(gpu_checksum(device)(torch.zeros(_STEP_BYTES, dtype=torch.uint8, device=torch_device(device))))
+
+
 def checksums(mappings: Sequence[Mapping]) -> tuple[str, ...]:
     """Return the checksum of each slab's bytes as 16 hex digits, computed on the slab's device.
 

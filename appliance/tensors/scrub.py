@@ -11,7 +11,7 @@ from appliance.client import KeeperClient, RefusedError
 from appliance.descriptors import close_all
 from appliance.errors import MissError
 from appliance.record import ShardRecord
-from appliance.tensors.checksum import slab_checksums
+from appliance.tensors.checksum import make_ready, slab_checksums
 from appliance.verdict import Reason
 
 _NOT_THERE = frozenset(
@@ -21,7 +21,7 @@ _NOT_THERE = frozenset(
 
 @dataclass(frozen=True)
 class Scrubbed:
-    """What a scrub read: the checksum of each slab now, beside those in the record, and how long reading took."""
+    """What a scrub read: each slab's checksum now, beside that in the record, and how long mapping and reading took."""
 
     record: ShardRecord
     found: tuple[str, ...]
@@ -67,6 +67,7 @@ def scrub(client: KeeperClient, *, role: str, rank: int, name: str) -> Scrubbed:
             )
         slabs = client.attach(role=role, rank=rank, client=name, fingerprint=record.fingerprint)
         try:
+            make_ready(record.device)
             began = time.monotonic()
             found = slab_checksums(record.device, slabs, record.slab_sizes)
             scrubbed = Scrubbed(record, found, time.monotonic() - began)
