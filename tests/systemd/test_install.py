@@ -81,6 +81,14 @@ def test_an_edited_manifest_is_kept_and_uninstalling_leaves_it(dest: Path) -> No
     key.write_text("a key\n")
     assert "kept /etc/appliance/appliance.yaml" in install(dest)
     assert manifest.read_text() == "models: {}  # edited\n"
+    quadlets = dest / "etc/containers/systemd"
+    (quadlets / "engine@m.container.d").mkdir(parents=True)
+    (quadlets / "engine@m.container").symlink_to("/usr/local/share/appliance/engine@.container")
+    (quadlets / "engine@whole.container").write_text(
+        "[Unit]\n\n# Written by `appliance apply` from /etc/x: edit that\n"
+    )
+    (quadlets / "engine@theirs.container").write_text("[Container]\nImage=theirs\n")
     said = install(dest, "--uninstall")
+    assert [path.name for path in quadlets.iterdir()] == ["engine@theirs.container"]
     assert "Left: /etc/appliance" in said and manifest.exists() and key.exists()
     assert [name for name in LANDED if exists(dest, name) and not name.startswith("etc/")] == []
