@@ -18,7 +18,17 @@ from tests.host.machine import Completed, Machine
 from tests.host.root import Kind
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SHIPPED = ("appliance", "container", "units", "etc", "install.sh", "constraints.txt", "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = (
+    "appliance",
+    "container",
+    "units",
+    "etc",
+    "install.sh",
+    "constraints.txt",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 INSTALL_TIMEOUT_S = 900.0
 START_TIMEOUT_S = 120.0
 MODEL = "m"
@@ -126,10 +136,14 @@ def copy_checkout(machine: Machine) -> None:
 
 def install(machine: Machine, *arguments: str) -> str:
     """Run install.sh in there, with the Python of this test run, and return what it said."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    environment["PYTHON"] = _python()
+    environment = pip_environment() | {"PYTHON": _python()}
     done = machine.run(["/root/checkout/install.sh", *arguments], timeout_s=INSTALL_TIMEOUT_S, environment=environment)
     return done.stderr
+
+
+def pip_environment() -> dict[str, str]:
+    """Return the variables that pip is set up with here."""
+    return {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
 
 
 def python_and_pip() -> dict[Path, str]:

@@ -211,6 +211,24 @@ def test_a_broken_manifest_changes_nothing(host: Host) -> None:
     assert (host.shard_ids(), host.pid(ENGINE)) == (shards, engine) and host.pid(WEIGHTS) != keeper
 
 
+@pytest.mark.parametrize("kind", ["bookworm"], indirect=True, scope="session")
+def test_a_host_that_cannot_run_containers_says_so_and_changes_nothing(host: Host) -> None:
+    files, engine = _unit_files(host), host.pid(ENGINE)
+    contained = {"port": PORT, "runtime": "podman", "image": "localhost/engine:1"}
+    host.put_manifest({MODEL: BASE[MODEL] | {"engine": contained}})
+    done = host.appliance("apply", check=False)
+    assert done.returncode == 71 and "there is no Podman here" in done.stderr
+    # What this release's Podman says of itself, which has no Quadlet.
+    host.machine.run(["sh", "-c", "printf '#!/bin/sh\\necho podman version 4.3.1\\n' >/usr/local/bin/podman"])
+    host.machine.run(["chmod", "755", "/usr/local/bin/podman"])
+    try:
+        done = host.appliance("apply", check=False)
+    finally:
+        host.machine.run(["rm", "/usr/local/bin/podman"])
+    assert done.returncode == 71 and "Podman 4.3 has no Quadlet" in done.stderr and "5.0" in done.stderr
+    assert (_unit_files(host), host.pid(ENGINE)) == (files, engine)
+
+
 def test_of_two_models_one_is_removed_and_freed_and_the_other_never_notices(
     host: Host, checkpoints: Checkpoints
 ) -> None:
