@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from appliance import gpus, inventory
 from appliance.errors import ConfigError
 from appliance.fingerprint import ROOT_DIGEST
 from appliance.gpus import GpuState, gpu_states
+from appliance.inventory import Gpu
 from appliance.keeper import settings
-from appliance.target import gpu_warnings
+from appliance.target import gpu_warnings, keeper_settings
 from tests.engine.checkpoints import make_checkpoint
 from tests.sites import MODEL, Site
 from tests.test_gpus import FakeNvml
@@ -150,6 +152,17 @@ def test_persistence_mode_that_is_off_is_warned_of_where_the_gpu_is_used() -> No
     [warning] = gpu_warnings(["GPU-100", "GPU-101"], states=lambda: states)
     assert "persistence mode of GPU 1 is off" in warning
     assert "nvidia-smi -pm 1" in warning
+
+
+def test_a_keeper_that_starts_warns_of_persistence_mode(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus, "_load_nvml", FakeNvml)
+    monkeypatch.setattr(inventory, "gpus", lambda folder=None: [Gpu(0, "GPU-100", "H200"), Gpu(1, "GPU-101", "H200")])
+    site.write(gpus=[1])
+    told = keeper_settings(site.manifest, MODEL, verify=False, on_progress=lambda text: None)
+    assert told["slots"] == [{"role": "target", "rank": 0, "device": "GPU-101"}]
+    assert "persistence mode of GPU 1 is off" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_divided_can_only_be_named_in_parts() -> None:
