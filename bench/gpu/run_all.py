@@ -52,7 +52,8 @@ _OPTIONS = ("-q", "-W", "default", "-p", "no:cacheprovider", "--tb=short", "--du
 _PYTEST = (sys.executable, "-m", "pytest", *_OPTIONS, "tests/gpu")
 # A worker that the driver takes down with it is replaced, and only that test is lost.
 _ENGINE = "tests/gpu/test_engine.py"
-_ISOLATED = (*_PYTEST, "--ignore", _ENGINE, "-n", "1", "--max-worker-restart", "10")
+_SECOND = "tests/gpu/test_second_generation.py"
+_ISOLATED = (*_PYTEST, "--ignore", _ENGINE, "--ignore", _SECOND, "-n", "1", "--max-worker-restart", "10")
 # Each of these waits for real keepers and loaders of a tiny model: they may as well wait together.
 _ENGINE_TESTS = (sys.executable, "-m", "pytest", *_OPTIONS, _ENGINE, "-n", "8")
 _SMALL = "--gib 0.05 --tensors 80"
@@ -61,6 +62,7 @@ PARTS = (
     _bench("probe", "probe", "", "", 120, 30),
     Part("tests", _ISOLATED, _PYTEST, 300, 40),
     Part("engine", _ENGINE_TESTS, _PYTEST, 200, 80),
+    Part("second", (sys.executable, "-m", "pytest", *_OPTIONS, _SECOND), _PYTEST, 150, 60),
     _bench("load", "engine_load", "--gb 16.4", "--gb 0.1", 240, 90),
     _bench("refusals", "refusals", "--gib 8", "--gib 0.02", 150, 50),
     _bench("scrub", "scrub", "--gib 64", "--gib 0.03", 90, 25),

@@ -19,19 +19,23 @@ def test_without_room_for_both_the_engine_ends_and_comes_back_with_the_new_weigh
     tmp_path: Path, checkpoint: Path
 ) -> None:
     site = GpuSite(tmp_path, checkpoint, UUID, fake=True, engine={"port": free_port()})
+    replace_checkpoint(site, site.environment | {gpu_process.CROWDED: "1"})
+
+
+def replace_checkpoint(site: GpuSite, environment: dict[str, str]) -> None:
+    """Have `appliance up` serve a checkpoint, and the one that replaces it where there is no room for both."""
     argv = [site.python, "-m", "appliance", "up", "--manifest", str(site.manifest)]
-    with (tmp_path / "said").open("w") as said:
-        environment = site.environment | {gpu_process.CROWDED: "1"}
+    with (site.folder / "said").open("w") as said:
         process = subprocess.Popen(argv, stdout=said, stderr=said, env=environment)
     try:
-        first = eventually(lambda: served(site), tmp_path)
+        first = eventually(lambda: served(site), site.folder)
         site.zero("model.norm.weight")
         site.sign()
-        second = eventually(lambda: (found := served(site)) and found != first and found, tmp_path)
+        second = eventually(lambda: (found := served(site)) and found != first and found, site.folder)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-    text = (tmp_path / "said").read_text()
+    text = (site.folder / "said").read_text()
     assert first != second
     assert "waiting for the end of engine@m" in text
     assert "ending, to come back with other weights: no room for the new weights beside the old" in text
