@@ -1,0 +1,89 @@
+"""The environment that vLLM is started in, and where its caches are."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from appliance.vllm.environment import KEPT_CACHES, cache_folder, environment, make_cache_folder
+from appliance.vllm.variables import NAMES_VARIABLE, shaping_variables
+from tests.engine.checkpoints import make_checkpoint
+from tests.sites import MODEL, Site
+
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("environment") / "checkpoint")
+
+
+@pytest.fixture
+def site(tmp_path: Path, checkpoint: Path) -> Site:
+    return Site(tmp_path, checkpoint, engine={"kind": "vllm", "port": 18000})
+
+
+def of(site: Site) -> dict[str, str]:
+    return environment(site.target(), site.manifest)
+
+
+def test_it_says_whose_weights_and_that_nothing_is_fetched(site: Site) -> None:
+    found = of(site)
+    assert (found["APPLIANCE_MANIFEST"], found["APPLIANCE_MODEL"]) == (str(site.manifest), MODEL)
+    assert found["HF_HUB_OFFLINE"] == "1"
+    assert found["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_manifests_variables_go_before_the_appliances(site: Site) -> None:
+    site.write(engine={"kind": "vllm", "port": 18000, "threads": 2})
+    assert of(site)["OMP_NUM_THREADS"] == "2"
+    site.write(engine={"kind": "vllm", "port": 18000, "environment": {"VLLM_CACHE_ROOT": "/elsewhere"}})
+    assert of(site)["VLLM_CACHE_ROOT"] == "/elsewhere"
+
+
+def test_every_cache_lies_below_one_folder_that_stays_the_same(site: Site) -> None:
+    folder = cache_folder(site.target())
+    assert folder.is_relative_to(site.folder / "cache" / MODEL / "vllm")
+    for variable in CACHES:
+        assert Path(of(site)[variable]).parent == folder
+    assert cache_folder(site.target()) == folder
+
+
+def test_other_weights_have_other_caches(site: Site) -> None:
+    before = cache_folder(site.target())
+    site.write(dtype="float32")
+    other = cache_folder(site.target())
+    assert other != before
+    site.write(dtype="auto")
+    assert cache_folder(site.target()) == before
+    site.zero("model.norm.weight")
+    site.sign()
+    assert cache_folder(site.target()) not in {before, other}
+
+
+def test_the_names_of_facts_are_told_and_not_those_that_vllm_adds(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FROM_THE_UNIT", "1")
+    # That of a process which started this one: not to be taken for ours.
+    monkeypatch.setenv(NAMES_VARIABLE, "VLLM_STALE")
+    site.write(engine={"kind": "vllm", "port": 18000, "environment": {"VLLM_FROM_THE_MANIFEST": "1"}})
+    names = set(of(site)[NAMES_VARIABLE].split())
+    assert {"VLLM_FROM_THE_UNIT", "VLLM_FROM_THE_MANIFEST"} <= names
+    assert not names & {"VLLM_STALE", "VLLM_CACHE_ROOT", "VLLM_NO_USAGE_STATS"}
+    assert set(shaping_variables({**os.environ, **of(site), "VLLM_ADDED_LATER": "1"})) == names
+
+
+def test_caches_used_longest_ago_are_removed(site: Site) -> None:
+    folder = cache_folder(site.target())
+    folder.parent.mkdir(parents=True)
+    for age_s, name in enumerate(("a", "b", "c", "d"), start=1):
+        (folder.parent / name).mkdir()
+        (folder.parent / name / "kernel").write_text("")
+        os.utime(folder.parent / name, (1e9 - age_s, 1e9 - age_s))
+    assert make_cache_folder(site.target()) == folder
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, "a", "b"}
+    assert KEPT_CACHES == 3
+
+
+def test_what_a_cache_holds_is_still_there_at_the_next_start(site: Site) -> None:
+    (make_cache_folder(site.target()) / "kernel").write_text("compiled")
+    assert (make_cache_folder(site.target()) / "kernel").read_text() == "compiled"
