@@ -14,6 +14,8 @@ from appliance.verdict import Reason
 if TYPE_CHECKING:
     from appliance.tensors.scrub import Scrubbed
 
+SCRUB_NICENESS = 10
+
 _HINTS = {
     Reason.LEASED: "stop that engine first, or use --force",
     Reason.LOADING: "wait until they are loaded, or use --force",
@@ -62,6 +64,7 @@ def _scrubbed(client: KeeperClient, model: str) -> "list[Scrubbed]":
     shards = client.status()["shards"]
     if not shards:
         raise MissError(f"{model}: no weights are resident", hint="appliance status says why")
+    os.nice(SCRUB_NICENESS)  # whoever serves on the same cores comes first
     # Before CUDA is first used: it opens what it sees, and there may be GPUs that are none of this model's.
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join({shard["device"]: "" for shard in shards if shard["device"] != "cpu"})
     try:
