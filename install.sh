@@ -89,6 +89,7 @@ run_tests() {
     install_test_programs
     make_venv
     install_package dev
+    make_vllm_venv
     cd -- "$checkout"
     say "running: python -m pytest $*"
     exec "$venv/bin/python" -m pytest "$@"
@@ -412,6 +413,32 @@ install_package() {
     # Files by relative name: pip takes spaces in them for the end of a requirement.
     (cd -- "$checkout" && "$venv/bin/python" -m pip install ${quiet:+"$quiet"} --disable-pip-version-check \
         --constraint constraints.txt --editable ".[$extra]" >&2 </dev/null)
+    printf '%s\n' "$done_with" >"$stamp"
+}
+
+# The tests run vLLM in an environment of its own: the one of the other tests, by links, and what vLLM pins over it. What
+# pip replaces it unlinks first, so the other one stays as it is.
+make_vllm_venv() {
+    local place=$venv-vllm stamp=$venv-vllm/.installed done_with own
+    done_with=$(cat -- "$checkout"/{pyproject.toml,constraints.txt,tests/vllm/requirements.txt} | sha256sum)
+    if [[ -e $stamp && $(<"$stamp") == "$done_with" ]]; then
+        say "using the virtual environment $place for vLLM"
+        return 0
+    fi
+    if [[ $(uname -m) != x86_64 ]] || ! grep -q -w avx512f /proc/cpuinfo; then
+        say "not installed: vLLM, which needs a processor with AVX-512; the tests that run it cannot"
+        return 0
+    fi
+    if [[ -e $place && ! -e $place/pyvenv.cfg ]]; then
+        die $EX_USAGE "$place: exists and is not a virtual environment" "move it away, or set APPLIANCE_VENV"
+    fi
+    say "making the virtual environment $place and installing vLLM into it; the first time takes a minute or more"
+    "$venv/bin/python" -m venv --clear --without-pip -- "$place" >&2
+    own=$(echo "$place"/lib/python3.*/site-packages)
+    rm -rf -- "$own"
+    cp --archive --link -- "$venv/${own#"$place/"}" "$own"
+    (cd -- "$checkout" && "$place/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+        --constraint constraints.txt --requirement tests/vllm/requirements.txt >&2 </dev/null)
     printf '%s\n' "$done_with" >"$stamp"
 }
 
