@@ -138,8 +138,10 @@ def _differing(changes: list[Change]) -> dict[str, str]:
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name) and name != "SourcePath"
     }
-    # All that a container says otherwise than a process is said by this one.
-    return {RUNTIME: differing[RUNTIME]} if RUNTIME in differing and before and after else differing
+    if RUNTIME in differing and before and after:
+        # What systemd's settings and Podman's have to do with each other is nothing: the manifest's say it all.
+        return {name: line for name, line in differing.items() if name[0].islower()}
+    return differing
 
 
 def _settings(lines: list[str]) -> dict[str, list[str]]:

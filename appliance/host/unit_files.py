@@ -31,7 +31,7 @@ GPU_CONTROL_DEVICES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-too
 KEEPER_SETTINGS = ("checkpoint", "revision", "dtype", "quantization", "parallel", "gpus", "draft", "health")
 ENGINE_SETTINGS = ("engine", "mode", "on_miss", "wait_s", "verify")
 # Of the keeper's settings, those that its engine has to follow.
-SHAPING_SETTINGS = frozenset(KEEPER_SETTINGS) - {"health"}
+SHAPING_SETTINGS = frozenset({*KEEPER_SETTINGS, "engine"}) - {"health"}
 
 
 def unit_files(
@@ -87,6 +87,8 @@ def _weights(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator
     yield from _access(manifest)
     yield from _devices(model, gpus)
     yield from _recorded(model, KEEPER_SETTINGS)
+    # Each kind has a loader of its own.
+    yield "X-Appliance", "engine.kind", model.engine.kind
     yield "X-Appliance", "trust.policy", manifest.trust.policy
     yield "X-Appliance", "group", manifest.group or "none"
 

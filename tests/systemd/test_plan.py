@@ -45,6 +45,7 @@ def test_a_removed_model_is_stopped_watchers_and_engine_first(tmp_path: Path) ->
         ({"engine": {"port": 8001, "environment": {"A": "b"}}}, ["engine@m.service"]),
         ({"on_miss": "load"}, ["engine@m.service"]),
         ({"health": {"port": 9001}}, ["weights@m.service"]),
+        ({"engine": {"port": 8001, "kind": "vllm"}}, ["weights@m.service", "engine@m.service"]),
         ({"dtype": "bfloat16"}, ["weights@m.service", "engine@m.service"]),
         ({"checkpoint": "/srv/other"}, ["weights@m.service", "engine@m.service", "checkpoint@m.path"]),
     ],
