@@ -33,6 +33,7 @@ PARTS = (
         "run",
         "notify",
         "events",
+        "turns",
         "gpus",
         "inventory",
         "tenants",

@@ -4,12 +4,8 @@ A new checkpoint is looked at by whoever notices it, by the keeper before it let
 The loader hashes what it loads, always; of the others the second one need not read it all again.
 """
 
-import contextlib
-import fcntl
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.checkpoint.digests import stat_files
@@ -19,6 +15,7 @@ from appliance.checkpoint.identity import Identity, check_stats
 from appliance.checkpoint.stat_record import FileStat
 from appliance.checkpoint.streams import OnProgress
 from appliance.errors import ApplianceError, TrustError
+from appliance.turns import turn
 
 MAX_RECORD_BYTES = 16 << 20
 
@@ -44,7 +41,7 @@ def verified_stats(
 
     Of several processes that ask at once, one hashes and the others wait for what it found.
     """
-    with _turn(identity, state_dir):
+    with turn(state_dir, f"verify-{identity.root_digest}"):
         if (known := _remembered(identity, state_dir)) is not None:
             return known
         before = stat_files(identity.root, identity.manifest.digests)
@@ -63,23 +60,6 @@ def _remembered(identity: Identity, state_dir: Path) -> dict[str, FileStat] | No
         return None
     check_listing(identity).require_none(identity)
     return known
-
-
-@contextlib.contextmanager
-def _turn(identity: Identity, state_dir: Path) -> Iterator[None]:
-    """Hold the lock of this checkpoint's verification, where the state directory can be written."""
-    path = state_dir / "locks" / f"{_path(identity, state_dir).stem}.lock"
-    try:
-        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-    except OSError:
-        yield
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _path(identity: Identity, state_dir: Path) -> Path:

@@ -1,7 +1,7 @@
 """The environment of every process of vLLM: whose weights, which GPUs, and where what it compiles is kept.
 
-Caches lie below CACHE/MODEL/vllm/KEY, where KEY follows from the target: an engine that restarts on the same weights
-finds all of them, and other weights or another vLLM find none.
+Caches lie below CACHE/MODEL/vllm/KEY, where KEY follows from the target, the checkpoint's content apart: an engine that
+restarts finds all of them, and so does one on a new checkpoint of the same kind; another vLLM or layout finds none.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from appliance.fingerprint import ROOT_DIGEST
 from appliance.slabs.devices import CPU
 from appliance.target import Target, devices
 from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE
@@ -27,6 +28,7 @@ _CACHES = {
     "DG_JIT_CACHE_DIR": "deep-gemm",
     "XDG_CACHE_HOME": "other",
 }
+_CONTENT = frozenset({ROOT_DIGEST, "setting.revision", "draft.root_digest"})
 # Nothing is fetched and nothing reported: a checkpoint is all there on this host, or it is not served.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
 
@@ -55,9 +57,9 @@ def _inherited() -> dict[str, str]:
 
 
 def cache_folder(target: Target) -> Path:
-    """Return where an engine on these weights keeps its caches."""
-    facts = json.dumps(target.fingerprint.to_json(), sort_keys=True).encode()
-    key = hashlib.sha256(facts).hexdigest()[:16]
+    """Return where an engine of this target keeps its caches."""
+    facts = {name: value for name, value in target.fingerprint.facts if name not in _CONTENT}
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return target.manifest.directories.cache / target.name / "vllm" / key
 
 

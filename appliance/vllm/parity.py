@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,19 +68,20 @@ class Parity:
         return self.same_tokens and self.same_logprobs and not self.differing
 
 
-def parity(target: Target, *, configs: Path) -> Parity:
+def parity(target: Target) -> Parity:
     """Return how vLLM's own loading and the keeper's weights compare, in engines of this process, one after the other.
 
-    The environment must be the one that `environment` returns. `configs` is what vLLM is started on.
+    The environment must be the one that `environment` returns.
     """
-    disk = serve_arguments(target.name, target.model, configs=target.identity.root.path)
-    expected = served([*disk, "--load-format", "safetensors"], answers)
-    attached = serve_arguments(target.name, target.model, configs=configs)
-    extension = f"{Comparison.__module__}.{Comparison.__qualname__}"
-    found, compared = served(
-        [*attached, "--worker-extension-cls", extension],
-        lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
-    )
+    with tempfile.TemporaryDirectory(prefix="appliance-parity-") as folder:
+        # One path for both: what vLLM compiles for one of them, tuned by the clock, the other one is to find.
+        arguments = serve_arguments(target.name, target.model, configs=_linked(target, Path(folder)))
+        expected = served([*arguments, "--load-format", "safetensors"], answers)
+        extension = f"{Comparison.__module__}.{Comparison.__qualname__}"
+        found, compared = served(
+            [*arguments, "--worker-extension-cls", extension],
+            lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
+        )
     return Parity(
         model=target.name,
         stages=tuple(stage for stage, _ in compared),
@@ -88,6 +90,16 @@ def parity(target: Target, *, configs: Path) -> Parity:
         same_logprobs=found.logprobs == expected.logprobs,
         differing=tuple(f"rank {rank}: {line}" for rank, (_, lines) in enumerate(compared) for line in lines),
     )
+
+
+def _linked(target: Target, folder: Path) -> Path:
+    """Make a folder look like the checkpoint; return it."""
+    root = target.identity.root.path
+    for path in target.identity.manifest.digests:
+        link = folder / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(root / path)
+    return folder
 
 
 class Comparison:
@@ -173,8 +185,7 @@ def main() -> int:
         target = read_target(arguments.manifest, arguments.model)
         os.environ.update(environment(target, arguments.manifest))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        configs = target.manifest.directories.state / "configs" / target.identity.root_digest
-        result = parity(target, configs=configs)
+        result = parity(target)
     except ApplianceError as error:
         event(f"appliance: {error}", priority=ERROR, model=arguments.model)
         return error.exit_status

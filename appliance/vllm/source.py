@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 import vllm.config
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import utils as vllm_loading
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -109,15 +110,22 @@ class VllmSource:
 
     @contextlib.contextmanager
     def _own_layers(self) -> Iterator[None]:
-        """Let a model be built though one was before: layers enter themselves, by name, in the configuration."""
-        layers = self._config.compilation_config.static_forward_context
-        before = dict(layers)
+        """Let a model be built though one was before.
+
+        Layers enter themselves, by name, in the configuration, and every model of a process gets the same rotary
+        tables, which computing changes.
+        """
+        layers, tables = self._config.compilation_config.static_forward_context, rotary_embedding._ROPE_DICT
+        before, tables_before = dict(layers), dict(tables)
         layers.clear()
+        tables.clear()
         try:
             yield
         finally:
             for name, layer in before.items():
                 layers.setdefault(name, layer)
+            tables.clear()
+            tables.update(tables_before)
 
     def _process(self, module: torch.nn.Module) -> None:
         with set_default_torch_dtype(self._model_config.dtype), self._device:

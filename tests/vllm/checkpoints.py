@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine import checkpoints
 from tests.vllm.quantized import quantize
@@ -11,7 +12,8 @@ from tests.vllm.quantized import quantize
 CONTEXT_TOKENS = checkpoints.CONTEXT_TOKENS
 SMALL: dict[str, Any] = checkpoints.SMALL | {"hidden_size": 128, "head_dim": 32}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+# The latent cache of DeepSeek: vLLM decodes no other on a CPU.
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 # One of each kind of trap: ties, fused projections, experts, latent attention, a router's bias, sliding windows.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SMALL | {"tie_word_embeddings": True}),
@@ -20,14 +22,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mistral": ("mistral", SMALL | {"sliding_window": 64}),
     "gemma3": ("gemma3_text", SMALL | {"sliding_window": 64, "tie_word_embeddings": True}),
-    "phi3": ("phi3", SMALL | {"pad_token_id": 0}),
+    "phi3": ("phi3", SMALL),
     "deepseek-v3": (
         "deepseek_v3",
         SMALL
         | EXPERTS
         | LATENT
         | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
-        | {"first_k_dense_replace": 1},
+        | {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    # No low-rank queries, and a router that chooses greedily, by softmax.
+    "deepseek-v2": (
+        "deepseek_v2",
+        SMALL
+        | EXPERTS
+        | LATENT
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": None}
+        | {"topk_method": "greedy", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
     "gpt-oss": ("gpt_oss", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}),
 }
@@ -57,4 +68,16 @@ def make_checkpoint(
         if "kv_lora_rank" in settings:
             settings.pop("head_dim")
     checkpoints.write_checkpoint(directory, kind, settings, dtype=torch.bfloat16)
+    _set_biases(directory)
     return directory if method is None else quantize(directory, method)
+
+
+def _set_biases(directory: Path) -> None:
+    """Give a router's bias values: it begins as zeros, which a place in memory that was never written holds, too."""
+    for path in directory.glob("*.safetensors"):
+        tensors = load_file(path)
+        biases = {name: tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
+        for name, bias in biases.items():
+            tensors[name] = torch.linspace(0.1, 0.4, bias.numel(), dtype=bias.dtype)
+        if biases:
+            save_file(tensors, path, metadata={"format": "pt"})
