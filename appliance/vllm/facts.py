@@ -1,14 +1,13 @@
 """Every fact by which vLLM decides how weights lie in memory, as one rank sees it before anything is loaded."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 from typing import Any
 
 from appliance import inventory
 from appliance.handover.device import device_facts
-from appliance.vllm.variables import shaping_variables
+from appliance.manifest.shaping import shaping_variables
 
 # Settings of vLLM's own configuration, by their places in a VllmConfig. Older releases have not all of them.
 _SETTINGS = {
@@ -52,16 +51,8 @@ def facts(vllm_config: Any, model_config: Any, *, device: str) -> dict[str, obje
     }
     found |= {name: _at(model_config, setting) for name, setting in _MODEL_SETTINGS.items()}
     found |= {name: _at(vllm_config, place) for name, place in _SETTINGS.items()}
-    found |= {f"{package}.version": inventory.version(package) for package in _KERNEL_PACKAGES if _installed(package)}
+    found |= {f"{package}.version": inventory.version(package) for package in _KERNEL_PACKAGES}
     return found | {f"env.{name}": os.environ.get(name, "") for name in shaping_variables(os.environ)}
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _digest(hf_config: Any) -> str:

@@ -2,16 +2,18 @@
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from appliance.checkpoint.contents import read_configs
 from appliance.checkpoint.verification import verified_stats
-from appliance.errors import ApplianceError, error_of_status
-from appliance.target import Target
+from appliance.errors import ApplianceError, ResourceError, error_of_status
+from appliance.slabs.devices import CPU
+from appliance.target import Target, devices
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import LOADER_VARIABLE, OUTCOMES_VARIABLE
 from appliance.vllm.command_line import parse
@@ -30,7 +32,7 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
     with _verification(target):
         vllm_config = _vllm_config(serve_arguments(target.name, target.model, configs=configs))
     try:
-        _execute(vllm_config)
+        _execute(vllm_config, gpus=[device for device in devices(target.model) if device != CPU])
     except Exception as error:
         # What a worker raises reaches us as text, if at all.
         for outcome in read_all(outcomes):
@@ -70,9 +72,45 @@ def _vllm_config(arguments: list[str]) -> Any:
     return engine_arguments.create_engine_config()
 
 
-def _execute(vllm_config: Any) -> None:
+def _execute(vllm_config: Any, *, gpus: Sequence[str]) -> None:
+    """Run one executor for each replica, all at once: those of a mixture of experts know of each other."""
+    replicas = vllm_config.parallel_config.data_parallel_size
+    if replicas == 1:
+        _execute_one(vllm_config)
+        return
+    context = multiprocessing.get_context("spawn")
+    share = len(gpus) // replicas
+    processes = [
+        context.Process(target=_replica, args=(vllm_config, index, gpus[index * share : (index + 1) * share]))
+        for index in range(replicas)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if failed := [str(index) for index, process in enumerate(processes) if process.exitcode]:
+        raise ResourceError(f"vLLM's executor of replica {', '.join(failed)} failed", hint="see its messages above")
+
+
+def _replica(vllm_config: Any, index: int, gpus: Sequence[str]) -> None:
+    """Be one data-parallel rank, set up as vLLM's engine core sets up its own."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    parallel = vllm_config.parallel_config
+    parallel.data_parallel_index = parallel.data_parallel_rank_local = index
+    if vllm_config.model_config.is_moe:
+        parallel.data_parallel_rank = index
+    else:
+        # Dense replicas are engines of their own.
+        parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+        parallel.data_parallel_rank = 0
+    _execute_one(vllm_config)
+
+
+def _execute_one(vllm_config: Any) -> None:
+    from vllm.plugins import load_general_plugins
     from vllm.v1.executor import Executor
 
+    load_general_plugins()
     executor = Executor.get_class(vllm_config)(vllm_config)
     executor.shutdown()
     del executor

@@ -66,6 +66,22 @@ def test_an_engine_gets_its_cpus_threads_and_environment(tmp_path: Path) -> None
     assert ("TimeoutStartSec", "690s") in settings, "waiting for weights is not what the limit is for"
 
 
+def test_what_shapes_vllms_weights_is_the_keepers_business_and_what_does_not_is_not(tmp_path: Path) -> None:
+    plain = {
+        "kind": "vllm",
+        "args": ["--max-num-seqs", "8", "--api-key", "k"],
+        "environment": {"VLLM_LOGGING_LEVEL": "x"},
+    }
+    shaping = {"kind": "vllm", "args": ["--max-model-len", "512"], "environment": {"VLLM_USE_DEEP_GEMM": "1"}}
+    before = settings_of(files_of(tmp_path, {"m": model(engine={"kind": "vllm"})})[WEIGHTS])
+    assert settings_of(files_of(tmp_path, {"m": model(engine=plain)})[WEIGHTS]) == before
+    after = settings_of(files_of(tmp_path, {"m": model(engine=shaping)})[WEIGHTS])
+    assert {setting for setting in after if setting not in before} == {
+        ("engine.args", "--max-model-len 512"),
+        ("engine.environment.VLLM_USE_DEEP_GEMM", "1"),
+    }
+
+
 def test_only_the_gpus_of_a_model_are_opened_to_it(tmp_path: Path) -> None:
     gpus = {"0": Gpu(index=0, uuid="GPU-x", model="H200", minor=4)}
     models = {"m": model(gpus=[0], engine={"kind": "vllm"}), "n": model(8002)}

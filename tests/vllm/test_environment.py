@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
 from appliance.vllm.environment import KEPT_CACHES, cache_folder, environment, make_cache_folder
-from appliance.vllm.variables import NAMES_VARIABLE, shaping_variables
 from tests.engine.checkpoints import make_checkpoint
 from tests.sites import MODEL, Site
 
