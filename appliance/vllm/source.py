@@ -82,7 +82,7 @@ class VllmSource:
         model_config.model = str(identity.root)
         load_config = copy.copy(self._config.load_config)
         load_config.load_format, load_config.model_loader_extra_config = "safetensors", {}
-        with set_default_torch_dtype(self._model_config.dtype), self._device:
+        with set_default_torch_dtype(self._model_config.dtype), self._device, _without_leftovers(module):
             DefaultModelLoader(load_config).load_weights(module, model_config)
         if changed := check_stats(identity, stats):
             raise TrustError(f"checkpoint {identity.root}: {changed[0]} changed while it was loaded")
@@ -148,6 +148,17 @@ def _uuid(device: torch.device) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+@contextlib.contextmanager
+def _without_leftovers(module: torch.nn.Module) -> Iterator[None]:
+    """Take from a module what reading left of its own and emptied: a model that was attached never had it."""
+    before = {part: set(vars(part)) for part in module.modules()}
+    yield
+    for part, names in before.items():
+        for name in vars(part).keys() - names:
+            if vars(part)[name] in ({}, [], set()):
+                delattr(part, name)
 
 
 @contextlib.contextmanager
