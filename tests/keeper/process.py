@@ -49,6 +49,7 @@ class KeeperProcess:
         environ: Mapping[str, str] | None = None,
         user: int | None = None,
         limits: Mapping[int, int] | None = None,
+        python: str = sys.executable,
     ) -> None:
         high = [Descriptor(fcntl.fcntl(named.descriptor.fileno(), fcntl.F_DUPFD, FIRST_HIGH_FD)) for named in given]
         numbers = ",".join(str(descriptor.fileno()) for descriptor in high)
@@ -58,7 +59,7 @@ class KeeperProcess:
             environment["LISTEN_FDNAMES"] = ":".join(named.name for named in given)
         with closing_all(high):
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SHIM, *argv, "--model", "m"],
+                [python, "-c", _SHIM, *argv, "--model", "m"],
                 env=environment,
                 pass_fds=[descriptor.fileno() for descriptor in high],
                 stdin=subprocess.DEVNULL,

@@ -21,7 +21,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 4}),
     "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mistral": ("mistral", SMALL | {"sliding_window": 64}),
-    "gemma3": ("gemma3_text", SMALL | {"sliding_window": 64, "tie_word_embeddings": True}),
+    # Small: its embeddings are scaled, and would drown what the layers say.
+    "gemma3": (
+        "gemma3_text",
+        SMALL | {"sliding_window": 64, "tie_word_embeddings": True, "initializer_range": 0.2},
+    ),
     "phi3": ("phi3", SMALL),
     "deepseek-v3": (
         "deepseek_v3",

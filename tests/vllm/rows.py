@@ -1,0 +1,160 @@
+"""`python -m tests.vllm.rows FOLDER ROW...`, in vLLM's environment: each row served three times, a line of JSON each.
+
+1. from disk, by vLLM's own loading
+2. by an engine that finds its keeper empty and donates
+3. attached, after the keeper was restarted and got its descriptors back as PID 1 gives them
+
+An engine of a tiny model takes 2 s in a process that has imported vLLM, and 20 s in one of its own.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from appliance.keeper.settings import Slot
+from appliance.target import Target
+from appliance.vllm import model_loader, parity
+from appliance.vllm.arguments import serve_arguments
+from appliance.vllm.assignment import OUTCOMES_VARIABLE
+from appliance.vllm.environment import environment
+from appliance.vllm.outcome import read_all
+from appliance.vllm.parity import Comparison, answers, served
+from tests.keeper.serving import Serving
+from tests.service_manager import ServiceManager
+from tests.sites import MODEL, Site
+from tests.vllm.adapters import make_adapter
+from tests.vllm.answers import adapted_answers, prefixed_answers
+from tests.vllm.checkpoints import make_checkpoint
+from tests.vllm.mappings import written_and_kept
+from tests.vllm.table import ROWS, Row
+
+Result = TypeVar("Result")
+
+ENGINE = {
+    "kind": "vllm",
+    "environment": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+}
+ARGUMENTS = ["--max-model-len", "256", "--enforce-eager"]
+EXTENSION = ["--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}"]
+
+
+def result_of(row: Row, folder: Path) -> dict[str, Any]:
+    """Return what the three engines said, and what differs between the attached tensors and those on disk."""
+    site = _site(row, folder)
+    target = site.target()
+    os.environ.update(environment(target, site.manifest))
+    act = _act(row, folder)
+    from_disk = serve_arguments(MODEL, target.model, configs=target.identity.root.path)
+    disk, _ = served([*from_disk, "--load-format", "safetensors"], act)
+    arguments = serve_arguments(MODEL, target.model, configs=target.identity.root.path)
+    socket_folder = target.socket_path.parent
+    socket_folder.mkdir(parents=True)
+    with ServiceManager(folder) as manager:
+        with _keeper(socket_folder, target, manager):
+            (donated, _), donor = _outcome_of(arguments, act)
+        with _keeper(socket_folder, target, manager, restarted=True):
+            found, engine = _outcome_of(
+                [*arguments, *EXTENSION], lambda llm: (act(llm), llm.collective_rpc("appliance_compare")[0])
+            )
+            (attached, kept), (stage, differing) = found
+    return {
+        "verdicts": [donor, engine],
+        "stage": stage,
+        "differing": differing,
+        "disk": dataclasses.asdict(disk),
+        "donated": dataclasses.asdict(donated),
+        "attached": dataclasses.asdict(attached),
+        "mapped_bytes": kept,
+    }
+
+
+def _site(row: Row, folder: Path) -> Site:
+    checkpoint = make_checkpoint(folder / "made", architecture=row.architecture, method=row.method)
+    arguments = [*ARGUMENTS, *(["--enable-lora", "--max-lora-rank", "8"] if row.adapter else [])]
+    engine = {**ENGINE, "port": 18000, "args": arguments}
+    site = Site(folder, checkpoint, engine=engine, on_miss="load", draft=row.draft)
+    if row.adapter:
+        make_adapter(folder / "adapter", checkpoint)
+    return site
+
+
+def _act(row: Row, folder: Path) -> Callable[[Any], tuple[parity.Answers, int]]:
+    def act(llm: Any) -> tuple[parity.Answers, int]:
+        if row.adapter:
+            said = adapted_answers(llm, folder / "adapter")
+        else:
+            said = prefixed_answers(llm) if row.prefix else answers(llm)
+        return said, written_and_kept(llm)
+
+    return act
+
+
+@contextmanager
+def _keeper(folder: Path, target: Target, manager: ServiceManager, *, restarted: bool = False) -> Iterator[Serving]:
+    with Serving(
+        folder, environ=manager.environ, layout=[Slot("target", 0, "cpu")], target=target.fingerprint
+    ) as serving:
+        if restarted:
+            for shard in serving.custody.adopt(manager.handed_over()).shards:
+                serving.put(shard)
+        try:
+            yield serving
+        finally:
+            _end_leases()
+
+
+def _outcome_of(arguments: list[str], act: Callable[[Any], Result]) -> tuple[Result, str]:
+    """Return what comes of an engine with these arguments, and its verdict."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[OUTCOMES_VARIABLE] = folder
+        try:
+            found = served(arguments, act)
+        finally:
+            del os.environ[OUTCOMES_VARIABLE]
+        (outcome,) = read_all(Path(folder))
+        return found, outcome.verdict
+
+
+def _end_leases() -> None:
+    """They last as long as the process of an engine, and this one is the process of many."""
+    while model_loader._LEASES:
+        model_loader._LEASES.pop().end()
+
+
+def _clean_up() -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    """Print a line for each row; the error of one that fails is its result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("rows", nargs="+", choices=sorted(ROWS))
+    arguments = parser.parse_args()
+    # vLLM logs to standard output.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in arguments.rows:
+        try:
+            result = result_of(ROWS[name], arguments.folder / name)
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
+            _end_leases()
+            _clean_up()
+        print(json.dumps({"row": name, **result}), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    # What vLLM leaves running would keep the process for a while.
+    os._exit(0)

@@ -1,0 +1,45 @@
+"""The rows of the parity table that one process on a CPU can run, and those that vLLM cannot run there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint and how it is served; `error` is vLLM's own where it does not run on a CPU."""
+
+    architecture: str
+    method: str | None = None
+    draft: Mapping[str, Any] | None = None
+    adapter: bool = False
+    prefix: bool = False
+    error: str = ""
+
+
+# Weights of 8 bits want a product that vLLM has on a CPU only with AMX.
+NO_FP8 = "static_scaled_fp8_quant() expected at most 0 argument(s)"
+NO_FP8_BLOCKS = "Failed to find a kernel that can implement the ScaledMM linear layer"
+
+ROWS = {
+    "llama": Row("llama"),
+    "qwen3": Row("qwen3"),
+    "qwen3-moe": Row("qwen3-moe"),
+    "mixtral": Row("mixtral"),
+    "mistral": Row("mistral"),
+    "gemma3": Row("gemma3"),
+    "phi3": Row("phi3"),
+    "deepseek-v2": Row("deepseek-v2"),
+    "deepseek-v3": Row("deepseek-v3"),
+    "gpt-oss": Row("gpt-oss"),
+    "llama fp8": Row("llama", "fp8", error=NO_FP8),
+    "llama fp8-block": Row("llama", "fp8-block", error=NO_FP8_BLOCKS),
+    "llama awq": Row("llama", "awq"),
+    "llama gptq": Row("llama", "gptq"),
+    "llama compressed-tensors-fp8": Row("llama", "compressed-tensors-fp8"),
+    "llama compressed-tensors-int8": Row("llama", "compressed-tensors-int8"),
+    "qwen3-moe fp8": Row("qwen3-moe", "fp8", error=NO_FP8),
+    "llama with LoRA": Row("llama", adapter=True),
+    "llama with ngram speculation": Row("llama", draft={"method": "ngram", "tokens": 3}),
+    "llama with prefix caching": Row("llama", prefix=True),
+}
