@@ -5,7 +5,10 @@ A layout arrives from another process: `decode` lets nothing through that would 
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from appliance.errors import PeerError
@@ -43,6 +46,7 @@ Path = tuple[Step, ...]
 Kind = Literal["parameter", "buffer", "attribute"]
 _T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute")
+_PATH = itemgetter(0)
 
 
 # Regions and entries are tuples, because a start makes thousands of them.
@@ -108,6 +112,11 @@ class TensorEntry(NamedTuple):
     @property
     def name(self) -> str:
         return shown(self.path)
+
+
+# A named tuple's own `__new__` and `_make` are Python, which takes longer than the check of what they are given.
+_new_region: Callable[[Iterable[Any]], Region] = partial(tuple.__new__, Region)
+_new_entry: Callable[[Iterable[Any]], TensorEntry] = partial(tuple.__new__, TensorEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +235,13 @@ def _slab_sizes(value: Any) -> tuple[int, ...]:
 
 
 def _regions(value: list[Any], slab_sizes: tuple[int, ...]) -> tuple[Region, ...]:
-    regions = []
     last_slab = last_end = 0
     for index, fields in enumerate(value):
-        if type(fields) is not list or list(map(type, fields)) != [int] * 4:
+        if type(fields) is not list or len(fields) != 4:
             raise _bad("region", index, "not four integers")
         slab, offset_bytes, size_bytes, shared = fields
+        if not (type(slab) is type(offset_bytes) is type(size_bytes) is type(shared) is int):
+            raise _bad("region", index, "not four integers")
         if not 0 <= slab < len(slab_sizes) or not 0 <= shared <= 1:
             raise _bad("region", index, "no such slab, or shared is neither 0 nor 1")
         end = offset_bytes + size_bytes
@@ -240,8 +250,8 @@ def _regions(value: list[Any], slab_sizes: tuple[int, ...]) -> tuple[Region, ...
         if slab < last_slab or (slab == last_slab and offset_bytes < last_end):
             raise _bad("region", index, "overlaps the one before it, or is out of order")
         last_slab, last_end = slab, end
-        regions.append(Region(slab, offset_bytes, size_bytes, shared == 1))
-    return tuple(regions)
+        fields[3] = shared == 1
+    return tuple(map(_new_region, value))
 
 
 def _holders(value: list[Any]) -> list[Path]:
@@ -253,7 +263,10 @@ def _holders(value: list[Any]) -> list[Path]:
             raise _bad("holder", index, "not a holder and a step")
         if not 0 <= fields[0] < len(holders) or len(holders[fields[0]]) >= LIMIT_STEPS:
             raise _bad("holder", index, "it is below no earlier holder, or too deep")
-        holders.append((*holders[fields[0]], _step(fields[1], names, "holder", index)))
+        step = fields[1]
+        if type(step) is not str or step not in names:
+            step = _step(step, names, "holder", index)
+        holders.append((*holders[fields[0]], step))
     return holders
 
 
@@ -293,22 +306,26 @@ def _entries(
     for index, fields in enumerate(value):
         if type(fields) is not list or len(fields) not in (5, 7):
             raise _bad("entry", index, "neither five nor seven fields")
-        holder, step, kind, persistent, *place = fields
+        holder, step, kind, persistent = fields[:4]
         if type(holder) is not int or not 0 <= holder < len(holders):
             raise _bad("entry", index, "no such holder")
-        path = (*holders[holder], _step(step, names, "entry", index))
+        # Most steps were good before: a call for each would take as long as all the rest.
+        if type(step) is not str or step not in names:
+            step = _step(step, names, "entry", index)
         if type(kind) is not int or not 0 <= kind < len(_KINDS) or (kind < 2 and type(step) is not str):
             raise _bad("entry", index, "unknown kind, or a parameter or buffer without a name")
         if type(persistent) is not int or persistent not in (0, 1):
             raise _bad("entry", index, "persistent is neither 0 nor 1")
-        if len(place) == 1:
-            first = _first(place[0], index, entries)
+        path = (*holders[holder], step)
+        if len(fields) == 5:
+            alias = fields[4]
+            first = _first(alias, index, entries)
             spec, region, offset_bytes = first.spec, first.region, first.offset_bytes
-            entries.append(TensorEntry(path, _KINDS[kind], persistent == 1, spec, region, offset_bytes, place[0]))
         else:
-            spec = _placed(place, index, extents, regions)
-            entries.append(TensorEntry(path, _KINDS[kind], persistent == 1, spec, place[1], place[2], None))
-    if len({entry.path for entry in entries}) != len(entries):
+            alias = None
+            spec, region, offset_bytes = _placed(fields, index, extents, regions)
+        entries.append(_new_entry((path, _KINDS[kind], persistent == 1, spec, region, offset_bytes, alias)))
+    if len(set(map(_PATH, entries))) != len(entries):
         raise PeerError("layout: entries: the same path twice")
     return tuple(entries)
 
@@ -320,10 +337,10 @@ def _first(alias: Any, index: int, entries: list[TensorEntry]) -> TensorEntry:
 
 
 def _placed(
-    place: list[Any], index: int, extents: list[tuple[TensorSpec, int, int]], regions: tuple[Region, ...]
-) -> TensorSpec:
-    """Return the spec, once its bytes are known to be inside the region."""
-    spec_index, region, offset_bytes = place
+    fields: list[Any], index: int, extents: list[tuple[TensorSpec, int, int]], regions: tuple[Region, ...]
+) -> tuple[TensorSpec, int | None, int]:
+    """Return spec, region and offset, once the tensor's bytes are known to be inside the region."""
+    _, _, _, _, spec_index, region, offset_bytes = fields
     if type(spec_index) is not int or not 0 <= spec_index < len(extents):
         raise _bad("entry", index, "no such spec")
     spec, extent_bytes, item_bytes = extents[spec_index]
@@ -336,7 +353,7 @@ def _placed(
         raise _bad("entry", index, "no such region, or nothing to find there")
     elif offset_bytes + extent_bytes > regions[region].size_bytes:
         raise _bad("entry", index, "outside of its region")
-    return spec
+    return spec, region, offset_bytes
 
 
 def _step(step: Any, names: set[str], what: str, index: int) -> Step:

@@ -11,7 +11,7 @@ from appliance.quantities import format_size
 from appliance.slabs.interface import Mapping
 from appliance.tensors.homes import Home, Stage, homes, remove
 from appliance.tensors.inventory import walk
-from appliance.tensors.storage import copy_bytes, empty, over, tensor_in, torch_device, typed
+from appliance.tensors.storage import Blanks, copy_bytes, empty, over, storage_part, torch_device, typed
 
 _CPU = torch.device("cpu")
 
@@ -57,14 +57,16 @@ def _memory(layout: Layout, mappings: Sequence[Mapping], *, copy: bool) -> list[
     # One window a slab and not one a region: torch asks a GPU's driver about each.
     slabs = over([mapping.window(0, mapping.size_bytes) for mapping in mappings], _device(mappings))
     on_host = {entry.region for entry in layout.entries if entry.spec.on_host}
+    storages = [slab.untyped_storage() for slab in slabs]
     memory = []
-    for index, region in enumerate(layout.regions):
-        slab, start, end = slabs[region.slab], region.offset_bytes, region.offset_bytes + region.size_bytes
-        if copy or not region.shared or index in on_host:
-            memory.append(_copied(slab[start:end], _CPU if index in on_host else slab.device).untyped_storage())
+    for index, (slab, start, size_bytes, shared) in enumerate(layout.regions):
+        end = start + size_bytes
+        if copy or not shared or index in on_host:
+            source = slabs[slab]
+            memory.append(_copied(source[start:end], _CPU if index in on_host else source.device).untyped_storage())
         else:
             # A storage of its own, for who asks which tensors share one; it keeps the slab's alive.
-            memory.append(slab.untyped_storage()[start:end])
+            memory.append(storage_part(storages[slab], slice(start, end)))
     return memory
 
 
@@ -85,14 +87,14 @@ def _tensors(
 ) -> list[torch.Tensor]:
     """Return the tensor object of each entry."""
     tensors: list[torch.Tensor] = []
-    for entry, home in zip(layout.entries, found, strict=True):
-        if entry.alias is not None:
-            tensors.append(tensors[entry.alias])
+    blanks = Blanks()
+    for (_, _, _, spec, region, offset_bytes, alias), home in zip(layout.entries, found, strict=True):
+        if alias is not None:
+            tensors.append(tensors[alias])
             continue
-        spec = entry.spec
-        if entry.region is None:
+        if region is None:
             tensor = empty(spec, _CPU if spec.on_host else device)
         else:
-            tensor = tensor_in(memory[entry.region], spec, entry.offset_bytes)
+            tensor = blanks.tensor_in(memory[region], spec, offset_bytes)
         tensors.append(typed(tensor, home.type, home.model, grad=spec.requires_grad))
     return tensors

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from appliance.layout import Layout, TensorEntry
 from appliance.tensors.inventory import Inventory, TensorError, named
@@ -24,6 +24,7 @@ Stage = Literal["loaded", "processed"]
 
 _PLAIN = {type_name(kind): kind for kind in (torch.Tensor, nn.Parameter)}
 _TYPE_NAMES = ByClass(type_name)
+_IS_LAZY = ByClass(lambda kind: issubclass(kind, UninitializedTensorMixin))
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +49,9 @@ def homes(inventory: Inventory, layout: Layout, stage: Stage) -> tuple[list[Home
     found: list[Home] = []
     homeless: list[str] = []
     differing: list[str] = []
+    slots = inventory.slots
     for entry in layout.entries:
-        slot = inventory.slots.get(entry.path)
+        slot = slots.get(entry.path)
         home = None if slot is None else _same_home(entry, slot)
         if home is None and stage == "processed":
             home = _new_home(entry, slot, inventory)
@@ -59,10 +61,10 @@ def homes(inventory: Inventory, layout: Layout, stage: Stage) -> tuple[list[Home
             homeless.append(entry.name)
         else:
             differing.append(f"{entry.name} ({_difference(entry, slot)})")
-    paths = {entry.path for entry in layout.entries}
-    extra = [slot for path, slot in inventory.slots.items() if path not in paths]
+    extra = _extra(inventory, layout, found)
     lacking = [slot.name for slot in extra if stage == "loaded" or slot.kind == "attribute"]
-    clashing = [] if homeless or differing else _clashes(layout.entries, found)
+    # Only a module with several names is the holder of several paths with the same end.
+    clashing = [] if homeless or differing or not inventory.repeated else _clashes(layout.entries, found)
     _refuse(
         (homeless, "have no place in this module"),
         (differing, "differ from it"),
@@ -80,16 +82,25 @@ def remove(slot: Slot) -> None:
     slot.holder._non_persistent_buffers_set.discard(name)
 
 
+def _extra(inventory: Inventory, layout: Layout, found: Sequence[Home]) -> list[Slot]:
+    """Return the slots that no entry is for. The paths of a layout are different ones, so often counting is enough."""
+    if len(found) == len(layout.entries) == len(inventory.slots) and not any(home.is_new for home in found):
+        return []
+    paths = {entry.path for entry in layout.entries}
+    return [slot for path, slot in inventory.slots.items() if path not in paths]
+
+
 def _same_home(entry: TensorEntry, slot: Slot) -> Home | None:
     """Return the slot as a home if what is there is like the entry's tensor."""
-    tensor, spec = slot.value, entry.spec
-    if slot.kind != entry.kind or slot.persistent != entry.persistent:
+    _, entry_kind, persistent, spec, _, _, alias = entry
+    tensor = slot.value
+    if slot.kind != entry_kind or slot.persistent != persistent:
         return None
     kind = type(tensor)
-    if is_lazy(tensor):  # takes any shape, and becomes another class with it
+    if _IS_LAZY[kind]:  # takes any shape, and becomes another class with it
         return Home(slot, kind.cls_to_become, tensor)
     # Where the shard has another place's tensor, this place's class is of no account.
-    if entry.alias is None and _TYPE_NAMES[kind] != spec.type_name:
+    if alias is None and _TYPE_NAMES[kind] != spec.type_name:
         return None
     if tensor.dtype is not DTYPES.get(spec.dtype) or tensor.shape != spec.shape:
         return None
@@ -128,8 +139,8 @@ def _clashes(entries: Sequence[TensorEntry], found: Sequence[Home]) -> list[str]
     clashing = []
     taken: dict[tuple[int, object], int] = {}
     for index, (entry, home) in enumerate(zip(entries, found, strict=True)):
-        tensor = index if entry.alias is None else entry.alias
-        if home.slot.parent is None and taken.setdefault((id(home.slot.holder), entry.path[-1]), tensor) != tensor:
+        tensor, slot = index if entry.alias is None else entry.alias, home.slot
+        if slot.parent is None and taken.setdefault((id(slot.holder), entry.path[-1]), tensor) != tensor:
             clashing.append(entry.name)
     return clashing
 

@@ -48,11 +48,13 @@ class _Nature(Enum):
 class Inventory:
     """The places that hold tensors, the registered ones first, in the module's own order.
 
-    `holders` are the objects that tensors were looked for in, by path.
+    `holders` are the objects that tensors were looked for in, by path. `repeated` are the further paths of modules that
+    have several: every other holder has one.
     """
 
     slots: dict[Path, Slot] = field(default_factory=dict)
     holders: dict[Path, Any] = field(default_factory=dict)
+    repeated: list[Path] = field(default_factory=list)
 
 
 def walk(module: nn.Module, *, opaque: Collection[type] = ()) -> Inventory:
@@ -94,27 +96,32 @@ class _Walker:
         while stack:
             path, module, above = stack.pop()
             self._count()
-            if isinstance(module, torch.jit.ScriptModule):
+            if _IS_SCRIPT[type(module)]:
                 self._captures.append((path, module))
                 continue
             holders[path] = module
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     add_slot(Slot((*path, name), "parameter", True, module, parameter))
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    persistent = name not in module._non_persistent_buffers_set
-                    add_slot(Slot((*path, name), "buffer", persistent, module, buffer))
+            if module._buffers:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        persistent = name not in module._non_persistent_buffers_set
+                        add_slot(Slot((*path, name), "buffer", persistent, module, buffer))
             if id(module) not in seen:
                 seen[id(module)] = module
-                self._queue.append((path, module, None))
+                if _holds_more(module):
+                    self._queue.append((path, module, None))
+            else:
+                self.inventory.repeated.append(path)
             if module._modules:
                 above |= {id(module)}
-                children = [
-                    ((*path, name), child, above) for name, child in module._modules.items() if child is not None
-                ]
                 # A module may hold one that holds it.
-                stack += [child for child in reversed(children) if id(child[1]) not in above]
+                stack += [
+                    ((*path, name), child, above)
+                    for name, child in reversed(module._modules.items())
+                    if child is not None and id(child) not in above
+                ]
 
     def search(self) -> None:
         """List the tensors that are not registered."""
@@ -142,8 +149,7 @@ class _Walker:
     def _visit_attributes(self, path: Path, names: dict[str, Any], holder: Any, skipped: frozenset[str]) -> None:
         for name, value in names.items():
             kind = type(value)
-            # Most are atoms, and most of the rest are the empty registries of a module's hooks.
-            if kind not in _ATOMS and (kind not in _CONTAINERS or value) and name not in skipped:
+            if (value if kind in _CONTAINERS else kind not in _ATOMS) and name not in skipped:
                 self._visit((*path, name), value, holder)
         if SLOT_NAMES[type(holder)]:
             for name, value in slot_values(holder):
@@ -208,6 +214,16 @@ class _Walker:
             raise TensorError(f"more than {LIMIT_OBJECTS} objects to look for tensors in")
 
 
+def _holds_more(module: nn.Module) -> bool:
+    """Tell whether a module has attributes to look into, beside what is registered; most have none."""
+    for name, value in module.__dict__.items():
+        kind = type(value)
+        # Most are the empty registries of a module's hooks, and most of the rest are atoms.
+        if (value if kind in _CONTAINERS else kind not in _ATOMS) and name not in _REGISTRIES:
+            return True
+    return bool(SLOT_NAMES[type(module)])
+
+
 def _brief(key: object) -> str:
     return str(key)[:20] if type(key) in _ATOMS else f"a {type(key).__name__}"
 
@@ -228,3 +244,4 @@ def _nature(kind: type) -> _Nature:
 
 # `isinstance` is slow where the class is a tensor's.
 _NATURES = ByClass(_nature)
+_IS_SCRIPT = ByClass(lambda kind: issubclass(kind, torch.jit.ScriptModule))

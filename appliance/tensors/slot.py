@@ -53,12 +53,14 @@ class Slot:
     def put(self, value: object) -> None:
         """Bind the value here, past any `__setattr__` or property of the holder."""
         step: Any = self.path[-1]
-        if self.parent is not None:
+        if self.kind == "parameter":  # first, as there are thousands of them
+            self.holder._parameters[step] = value
+        elif self.kind == "buffer":
+            self.holder._buffers[step] = value
+        elif self.parent is not None:
             items = list(self.parent.get())
             items[step] = value
             self.parent.put(_like(self.parent.value, items))
-        elif self.kind != "attribute":
-            _names(self.holder, self.kind)[step] = value
         elif isinstance(step, str):
             _set_attribute(self.holder, step, value)
         else:

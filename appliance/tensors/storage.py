@@ -2,9 +2,10 @@
 
 import ctypes
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from appliance.errors import HostError
@@ -12,6 +13,8 @@ from appliance.layout import ITEM_BYTES, TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 _CPU = torch.device("cpu")
+storage_part: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = vars(torch._C.StorageBase)["__getitem__"]
+"""Return a storage over a part of another's bytes, which it keeps alive; past a Python method that asks for meta."""
 
 
 def torch_device(device: str) -> torch.device:
@@ -88,22 +91,38 @@ def spec_of(tensor: torch.Tensor, device: torch.device) -> TensorSpec:
     )
 
 
-def tensor_in(memory: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:
-    """Return a tensor over these bytes of a storage, of class `torch.Tensor` and without gradient."""
-    dtype = DTYPES[spec.dtype]
-    tensor = _empty(dtype, memory.device).set_(memory, offset_bytes // dtype.itemsize, spec.shape, spec.stride)
-    return _viewed(tensor, spec) if spec.conjugated or spec.negated else tensor
+class Blanks:
+    """Makes tensors over storages, from one without elements for each dtype and device: a start makes thousands."""
+
+    def __init__(self) -> None:
+        self._blanks: dict[tuple[str, torch.device], tuple[torch.Tensor, int]] = {}
+
+    def tensor_in(self, memory: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:
+        """Return a tensor over these bytes of a storage, of class `torch.Tensor` and without gradient."""
+        key = spec.dtype, memory.device
+        found = self._blanks.get(key)
+        if found is None:
+            dtype = DTYPES[spec.dtype]
+            found = self._blanks[key] = _empty(dtype, memory.device), dtype.itemsize
+        blank, item_bytes = found
+        # `new` and not `torch.empty`, which takes twice as long to read its arguments.
+        tensor = blank.new().set_(memory, offset_bytes // item_bytes, spec.shape, spec.stride)
+        return _viewed(tensor, spec) if spec.conjugated or spec.negated else tensor
 
 
 def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Return a tensor of this spec whose bytes are undefined, as those of `tensor_in`."""
+    """Return a tensor of this spec whose bytes are undefined, as those of `Blanks.tensor_in`."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device=device)
     return _viewed(tensor, spec)
 
 
 def typed(tensor: torch.Tensor, kind: type[torch.Tensor], model: torch.Tensor | None, *, grad: bool) -> torch.Tensor:
     """Return the tensor as an object of this class with the model's attributes, the very dict: both see the same."""
-    if kind is not torch.Tensor or grad:
+    if kind is nn.Parameter and type(tensor) is torch.Tensor:
+        # As torch does with a lazy parameter that gets its shape; the other way makes a second tensor.
+        tensor.__class__ = kind
+        tensor.requires_grad = grad
+    elif kind is not torch.Tensor or grad:
         tensor = torch.Tensor._make_subclass(kind, tensor, grad)
     if model is not None and model.__dict__:
         tensor.__dict__ = model.__dict__

@@ -40,6 +40,15 @@ def test_registered_tensors_come_first_in_the_modules_order() -> None:
     ]
 
 
+def test_a_tensor_in_the_slots_of_a_modules_class_is_found() -> None:
+    class Plain(Box):
+        __slots__ = ("scale",)
+
+    module = Plain()
+    object.__setattr__(module, "scale", torch.ones(1))
+    assert _names(module) == ["scale"]
+
+
 def test_two_walks_find_the_same_in_the_same_order() -> None:
     module = nn.LSTM(2, 2, num_layers=2)
     assert _names(module) == _names(module)

@@ -41,6 +41,14 @@ def test_a_processed_shard_may_have_replaced_added_and_removed_tensors(shard: Ma
     assert "weight" not in dict(attached.head.named_parameters())
 
 
+def test_a_renamed_parameter_leaves_nothing_under_its_old_name(shard: MakeShard) -> None:
+    model = small_model(tied=False)
+    model.head.register_parameter("packed", model.head.weight)
+    del model.head.weight
+    attached = shard(model).attach(small_skeleton(tied=False), stage="processed")
+    assert [name for name, _ in attached.head.named_parameters()] == ["packed"]
+
+
 def test_a_processed_shard_of_a_class_that_the_skeleton_lacks_is_refused(shard: MakeShard) -> None:
     model = small_model()
     model.head.weight = Special(torch.ones(4, 3))
