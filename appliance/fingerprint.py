@@ -12,6 +12,7 @@ from typing import Any
 from appliance.errors import PeerError
 
 ROOT_DIGEST = "root_digest"
+DRAFT_ROOT_DIGEST = "draft.root_digest"
 ABSENT = "(absent)"
 
 MAX_FACTS = 256

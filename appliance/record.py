@@ -12,11 +12,12 @@ from typing import Any
 from appliance.errors import PeerError
 from appliance.fingerprint import Fingerprint
 
-VERSION = 2
+VERSION = 3
 MAX_HEADER_BYTES = 4 << 20
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLABS = 250
 MAX_FILES = 10_000
+MAX_FLAGS = 10_000
 
 _SHARD_ID = re.compile(r"[0-9a-f]{16}")
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -24,6 +25,15 @@ _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 # device, inode, size in bytes, mtime and ctime in nanoseconds
 FileFacts = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A plain value that loading set on a module, which goes by its name in the whole."""
+
+    place: str
+    name: str
+    value: bool | int | float | str | None
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class ShardRecord:
     signer: str
     slab_sizes: tuple[int, ...]
     checksums: tuple[str, ...] = ()
+    flags: tuple[Flag, ...] = ()
     files: Mapping[str, FileFacts] = field(default_factory=dict)
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -62,6 +73,7 @@ class ShardRecord:
             "signer": self.signer,
             "slab_sizes": self.slab_sizes,
             "checksums": self.checksums,
+            "flags": [(flag.place, flag.name, flag.value) for flag in self.flags],
             "files": self.files,
             "phases_s": self.phases_s,
         }
@@ -103,6 +115,7 @@ def _from_json(header: Any) -> ShardRecord:
         "signer",
         "slab_sizes",
         "checksums",
+        "flags",
         "files",
         "phases_s",
     }
@@ -122,9 +135,17 @@ def _from_json(header: Any) -> ShardRecord:
         signer=_text(header["signer"]),
         slab_sizes=slab_sizes,
         checksums=checksums,
+        flags=tuple(map(_flag, _list(header["flags"], MAX_FLAGS))),
         files={_text(path, 4096): _file(facts) for path, facts in _object(header["files"], MAX_FILES).items()},
         phases_s={_text(name): _seconds(value) for name, value in _object(header["phases_s"], 64).items()},
     )
+
+
+def _flag(fields: Any) -> Flag:
+    place, name, value = _list(fields, 3)
+    if type(value) not in (bool, int, float, str, type(None)):
+        raise ValueError("a flag that is no plain value")
+    return Flag(_text(place, 1024), _text(name), value)
 
 
 def _matching(pattern: re.Pattern[str], value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from appliance import fingerprint, inventory, record
 from appliance.checkpoint.identity import Identity, Trust, identify
 from appliance.checkpoint.keyring import Keyring
+from appliance.checkpoint.streams import OnProgress
 from appliance.checkpoint.verification import verify_all
 from appliance.errors import ApplianceError, ConfigError
 from appliance.events import ERROR, WARNING, event
@@ -25,6 +26,9 @@ from appliance.manifest.schema import Manifest, Model
 from appliance.manifest.shaping import shaping_arguments, shaping_variables
 from appliance.progress import telling
 from appliance.room import crowded
+
+TARGET = "target"
+DRAFT = "draft"
 
 # The packages whose versions decide how an engine lays weights out; some come by more than one name.
 ENGINE_PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -42,6 +46,11 @@ class Target:
     model: Model
     identity: Identity
     fingerprint: Fingerprint
+    draft: Identity | None = None
+
+    def identity_of(self, role: str) -> Identity:
+        """Return the checkpoint that a role's weights come from: a draft may lie in the model's own."""
+        return self.draft if role == DRAFT and self.draft is not None else self.identity
 
     @property
     def socket_path(self) -> Path:
@@ -52,8 +61,9 @@ def read_target(manifest_path: Path, name: str) -> Target:
     """Return a model's target; ConfigError for the manifest, TrustError for the checkpoint's signature."""
     manifest = load_manifest(manifest_path)
     model = manifest.model(name)
-    identity = identify(model.checkpoint, trust_of(manifest))
-    return Target(manifest, name, model, identity, target_fingerprint(model, identity))
+    trust = trust_of(manifest)
+    identity, draft = identify(model.checkpoint, trust), draft_identity(model, trust)
+    return Target(manifest, name, model, identity, target_fingerprint(model, identity, draft), draft)
 
 
 def trust_of(manifest: Manifest) -> Trust:
@@ -63,7 +73,14 @@ def trust_of(manifest: Manifest) -> Trust:
     return Trust.local(manifest.directories.state)
 
 
-def target_fingerprint(model: Model, identity: Identity) -> Fingerprint:
+def draft_identity(model: Model, trust: Trust, *, on_progress: OnProgress | None = None) -> Identity | None:
+    """Return the identity of the draft's own checkpoint, if it has one."""
+    if model.draft is None or model.draft.checkpoint is None:
+        return None
+    return identify(model.draft.checkpoint, trust, on_progress=on_progress)
+
+
+def target_fingerprint(model: Model, identity: Identity, draft_checkpoint: Identity | None = None) -> Fingerprint:
     """Return the facts about a model's weights that need neither torch nor an engine to be known."""
     parallel, draft = model.parallel, model.draft
     facts: dict[str, object] = {
@@ -73,6 +90,7 @@ def target_fingerprint(model: Model, identity: Identity) -> Fingerprint:
         "setting.dtype": model.dtype,
         "setting.quantization": model.quantization or "",
         "setting.revision": model.revision or "",
+        fingerprint.DRAFT_ROOT_DIGEST: "" if draft_checkpoint is None else draft_checkpoint.root_digest,
         "setting.draft": "" if draft is None else draft.model_dump_json(exclude_none=True),
         "parallel.tensor": parallel.tensor,
         "parallel.pipeline": parallel.pipeline,
@@ -92,6 +110,15 @@ def target_fingerprint(model: Model, identity: Identity) -> Fingerprint:
 def devices(model: Model) -> tuple[str, ...]:
     """Return each local rank's device: `cpu`, or a GPU's UUID."""
     return inventory.resolve(model.gpus) or ("cpu",) * model.parallel.world_size
+
+
+def slots(model: Model) -> list[dict[str, Any]]:
+    """Return role, rank and device of each shard. Of the pipeline's stages only the last one speculates."""
+    found = [(TARGET, rank, device) for rank, device in enumerate(devices(model))]
+    if model.draft is not None and model.draft.has_weights:
+        per_stage, per_replica = model.parallel.tensor, model.parallel.tensor * model.parallel.pipeline
+        found += [(DRAFT, rank, device) for _, rank, device in found if rank % per_replica >= per_replica - per_stage]
+    return [{"role": role, "rank": rank, "device": device} for role, rank, device in found]
 
 
 def gpu_warnings(uuids: Sequence[str], *, states: Callable[[], Sequence[GpuState]] = gpu_states) -> Iterator[str]:
@@ -136,10 +163,13 @@ def keeper_settings(
     try:
         trust = trust_of(manifest)
         identity = identify(model.checkpoint, trust, on_progress=telling("pinning", on_progress))
+        draft = draft_identity(model, trust, on_progress=telling("pinning", on_progress))
         if verify:
             verify_all(identity, manifest.directories.state, on_progress=telling("verifying", on_progress))
+            if draft is not None:
+                verify_all(draft, manifest.directories.state, on_progress=telling("verifying", on_progress))
             no_room = crowded(identity, devices(model))
-        target, signer = target_fingerprint(model, identity), identity.signer
+        target, signer = target_fingerprint(model, identity, draft), identity.signer
     except ApplianceError as error:
         refusal = {"detail": str(error), "exit_status": error.exit_status}
     loader = [sys.executable, "-m", "appliance.loader", "--manifest", str(manifest_path.absolute()), "--model", name]
@@ -148,7 +178,7 @@ def keeper_settings(
         "runtime": str(manifest.directories.runtime / name),
         "gid": _gid(manifest.group),
         "health": None if model.health.port is None else {"host": model.health.host, "port": model.health.port},
-        "slots": [{"role": "target", "rank": rank, "device": device} for rank, device in enumerate(devices(model))],
+        "slots": slots(model),
         "signer": signer,
         "target": None if target is None else target.to_json(),
         "refusal": refusal,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from appliance import record
 from appliance.errors import PeerError
 from appliance.fingerprint import Fingerprint
-from appliance.record import ShardRecord, decode_header, layout_bytes
+from appliance.record import Flag, ShardRecord, decode_header, layout_bytes
 from tests.keeper.shards import LAYOUT, record_of
 
 _PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20)
@@ -25,6 +25,10 @@ _RECORDS = st.builds(
     target=_FINGERPRINTS,
     signer=_PRINTABLE,
     slab_sizes=st.lists(st.integers(0, 1 << 40), max_size=record.MAX_SLABS).map(tuple),
+    flags=st.lists(
+        st.builds(Flag, _PRINTABLE, _PRINTABLE, st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-1, 1))),
+        max_size=3,
+    ).map(tuple),
     files=st.dictionaries(_PRINTABLE, st.tuples(*[st.integers(0, 1 << 63)] * 5), max_size=4),
     phases_s=st.dictionaries(_PRINTABLE, st.floats(0, 1e8), max_size=4),
 )
@@ -61,7 +65,7 @@ REFUSED = {
     "UTF-16": json.dumps({"v": 1}).encode("utf-16-le") + b"\n",
     "bytes that are not UTF-8": b'{"v":"\xff"}\n',
     "deep nesting": b"[" * 100_000 + b"\n",
-    "a version of tomorrow": changed(v=3),
+    "a version of tomorrow": changed(v=record.VERSION + 1),
     "a version that is true": changed(v=True),
     "a version that is a fraction": changed(v=1.0),
     "an unknown field": changed(more=1),
@@ -74,6 +78,10 @@ REFUSED = {
     "a negative rank": changed(rank=-1),
     "a rank that is true": changed(rank=True),
     "a huge rank": changed(rank=1 << 62),
+    "a flag of two fields": changed(flags=[["a", "b"]]),
+    "a flag whose value is a list": changed(flags=[["a", "b", []]]),
+    "a flag on a number": changed(flags=[[1, "b", True]]),
+    "flags without end": changed(flags=[["a", "b", 1]] * (record.MAX_FLAGS + 1)),
     "a device that is a number": changed(device=0),
     "a device with a newline": changed(device="cpu\n"),
     "a device with NUL": changed(device="cpu\0"),

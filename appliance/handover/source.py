@@ -7,17 +7,22 @@ from typing import Protocol
 import torch
 
 from appliance.checkpoint.stat_record import FileStat
+from appliance.record import Flag
 from appliance.tensors.homes import Stage
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A module in private memory, the configs it was built from, and a stat of each file at its verification."""
+    """A module in private memory, the configs it was built from, and a stat of each file at its verification.
+
+    `flags` are what loading set on modules beside tensors, where the engine's way of loading does that.
+    """
 
     module: torch.nn.Module
     configs: dict[str, bytes]
     files: dict[str, FileStat]
     phases_s: dict[str, float]
+    flags: tuple[Flag, ...] = ()
 
 
 class Source(Protocol):

@@ -9,9 +9,9 @@ from appliance.checkpoint.contents import check_configs
 from appliance.checkpoint.findings import check_all
 from appliance.checkpoint.identity import check_files, check_stats
 from appliance.checkpoint.stat_record import FileStat
-from appliance.fingerprint import Fingerprint
+from appliance.fingerprint import DRAFT_ROOT_DIGEST, ROOT_DIGEST, Fingerprint
 from appliance.record import ShardRecord
-from appliance.target import Target
+from appliance.target import TARGET, Target
 
 CheckFiles = Callable[[ShardRecord, Mapping[str, bytes]], None]
 
@@ -34,27 +34,28 @@ class Terms:
     signer: str
 
 
-def terms_of(target: Target) -> Terms:
-    """Return the terms that a manifest sets."""
+def terms_of(target: Target, *, role: str = TARGET) -> Terms:
+    """Return the terms that a manifest sets for the weights of a role."""
     return Terms(
         socket_path=target.socket_path,
         unit=f"weights@{target.name}",
         wait_s=target.model.wait_s,
         on_miss=target.model.on_miss,
         copy=target.model.mode == "copy",
-        check_files=lambda record, configs: _check_files(target, record, configs),
+        check_files=lambda record, configs: _check_files(target, role, record, configs),
         target=lambda record: target.fingerprint,
-        signer=target.identity.signer,
+        signer=target.identity_of(role).signer,
     )
 
 
-def _check_files(target: Target, record: ShardRecord, configs: Mapping[str, bytes]) -> None:
+def _check_files(target: Target, role: str, record: ShardRecord, configs: Mapping[str, bytes]) -> None:
     """Compare the checkpoint on disk with what was verified when this shard was loaded, as far as `verify` says.
 
     Where the shard is of another checkpoint there is nothing to compare: the fingerprints will differ.
     """
-    identity = target.identity
-    if record.fingerprint.root_digest != identity.root_digest:
+    identity = target.identity_of(role)
+    own_fact = ROOT_DIGEST if identity is target.identity else DRAFT_ROOT_DIGEST
+    if record.fingerprint.get(own_fact) != identity.root_digest:
         return
     if target.model.verify == "full":
         check_all(identity).require_none(identity)

@@ -26,6 +26,7 @@ from appliance.slabs.devices import backend
 from appliance.tensors.attachment import attach
 from appliance.tensors.checksum import slab_checksums
 from appliance.tensors.comparison import differences
+from appliance.tensors.flags import set_flags
 from appliance.tensors.homes import Stage
 from appliance.tensors.inventory import TensorError, named
 from appliance.tensors.packing import pack
@@ -232,6 +233,7 @@ class _Taker:
                 signer=terms.signer,
                 slab_sizes=slab_sizes,
                 checksums=checksums,
+                flags=loaded.flags,
                 files={path: stat.to_json() for path, stat in loaded.files.items()},
                 phases_s=phases,
             )
@@ -279,6 +281,7 @@ class _Taker:
                     mappings.append(device.map(slab, size_bytes))
                 decoded = layouts.decode(layout)
                 attach(module, decoded, mappings, copy=self.terms.copy, stage=stage, opaque=self.source.opaque)
+                set_flags(module, record.flags)
         finally:
             # Tensors keep what they lie in mapped; the descriptors are needed no longer.
             for mapping in mappings:

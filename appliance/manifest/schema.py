@@ -29,6 +29,9 @@ from appliance.manifest.values import (
 # Thread pools that would otherwise each start one thread for every core of the host.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
+# Ways to speculate without a model, in vLLM's words.
+GUESSING_METHODS = frozenset({"ngram", "ngram_gpu", "suffix"})
+
 DEFAULT_PATH = Path("/etc/appliance/appliance.yaml")
 
 
@@ -65,6 +68,11 @@ class Draft(Settings):
         default=None, description="how it speculates, in the engine's words", examples=["eagle3"]
     )
     tokens: Count | None = Field(default=None, description="tokens it runs ahead", examples=[3])
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a model to load; some methods guess from the prompt alone."""
+        return self.checkpoint is not None or (self.method is not None and self.method not in GUESSING_METHODS)
 
 
 class Engine(Settings):

@@ -19,7 +19,7 @@ from appliance.errors import ConfigError, TrustError
 from appliance.fingerprint import ROOT_DIGEST, Fingerprint
 from appliance.handover.terms import Terms, terms_of
 from appliance.record import ShardRecord
-from appliance.target import Target, read_target
+from appliance.target import TARGET, Target, read_target
 
 MANIFEST_VARIABLE = "APPLIANCE_MANIFEST"
 MODEL_VARIABLE = "APPLIANCE_MODEL"
@@ -44,8 +44,10 @@ class Assignment:
     loads: bool = False
 
 
-def assignment(environ: Mapping[str, str], extra_config: Mapping[str, Any], *, model_path: str) -> Assignment:
-    """Return what this process is to serve; ConfigError where neither says, or both do."""
+def assignment(
+    environ: Mapping[str, str], extra_config: Mapping[str, Any], *, model_path: str, role: str = TARGET
+) -> Assignment:
+    """Return what this process is to serve in a role; ConfigError where neither says, or both do."""
     manifest, model = environ.get(MANIFEST_VARIABLE), environ.get(MODEL_VARIABLE)
     if manifest and model:
         if extra_config:
@@ -55,7 +57,7 @@ def assignment(environ: Mapping[str, str], extra_config: Mapping[str, Any], *, m
             )
         target = read_target(Path(manifest), model)
         loads = bool(environ.get(LOADER_VARIABLE))
-        return Assignment(terms_of(target), f"{'loader' if loads else 'engine'}@{model}", target, loads)
+        return Assignment(terms_of(target, role=role), f"{'loader' if loads else 'engine'}@{model}", target, loads)
     return _alone(extra_config, find_root(Path(model_path)))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.checkpoint.contents import read_configs
+from appliance.checkpoint.identity import Identity
 from appliance.checkpoint.verification import verified_stats
 from appliance.errors import ApplianceError, ResourceError, error_of_status
 from appliance.slabs.devices import CPU
@@ -26,11 +27,12 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
     """Return once every rank's slot is filled; the error of the rank that could not fill its own."""
     os.environ.update(environment(target, manifest))
     os.environ.update({LOADER_VARIABLE: "1", OUTCOMES_VARIABLE: str(outcomes)})
-    identity, state = target.identity, target.manifest.directories.state
-    files = read_configs(identity.root, identity.manifest)
-    configs = kept_configs(state, identity.root_digest, files)
+    configs = _kept_configs(target, target.identity)
+    draft_configs = None if target.draft is None else _kept_configs(target, target.draft)
     with _verification(target):
-        vllm_config = _vllm_config(serve_arguments(target.name, target.model, configs=configs))
+        vllm_config = _vllm_config(
+            serve_arguments(target.name, target.model, configs=configs, draft_configs=draft_configs)
+        )
     try:
         _execute(vllm_config, gpus=[device for device in devices(target.model) if device != CPU])
     except Exception as error:
@@ -39,6 +41,11 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
             if outcome.exit_status:
                 raise error_of_status(outcome.exit_status, outcome.error) from error
         raise
+
+
+def _kept_configs(target: Target, identity: Identity) -> Path:
+    files = read_configs(identity.root, identity.manifest)
+    return kept_configs(target.manifest.directories.state, identity.root_digest, files)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ from appliance.errors import ApplianceError, ConfigError
 from appliance.events import ERROR, event
 from appliance.handover.lease import Lease
 from appliance.handover.weights import fill, obtain
+from appliance.target import TARGET
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, assignment
 from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_writers
-from appliance.vllm.source import VllmSource
+from appliance.vllm.source import VllmSource, role_of
 
 # For as long as the process lives: what is mapped has to be leased.
 _LEASES: list[Lease] = []
@@ -41,11 +42,16 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             refuse_writers(vllm_config)
             assigned = assignment(
-                os.environ, self.load_config.model_loader_extra_config or {}, model_path=model_config.model
+                os.environ,
+                self.load_config.model_loader_extra_config or {},
+                model_path=model_config.model,
+                role=role_of(vllm_config, model_config),
             )
             source = VllmSource(vllm_config, model_config, prefix=prefix, target=assigned.target)
             outcome = Outcome(role=source.role, rank=source.rank)
-            name = assigned.name if source.rank == 0 else f"{assigned.name} rank {source.rank}"
+            name = assigned.name
+            if source.role != TARGET or source.rank:
+                name += f" {source.role} rank {source.rank}"
             take = fill if assigned.loads else obtain
             weights = take(assigned.terms, source, client_name=name)
         except ApplianceError as error:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from appliance.checkpoint.identity import Identity
 from appliance.errors import EXIT_TRUST, ApplianceError
 from appliance.events import ERROR, event
 from appliance.handover.source import Source
@@ -75,7 +76,9 @@ def parity(target: Target) -> Parity:
     """
     with tempfile.TemporaryDirectory(prefix="appliance-parity-") as folder:
         # One path for both: what vLLM compiles for one of them, tuned by the clock, the other one is to find.
-        arguments = serve_arguments(target.name, target.model, configs=_linked(target, Path(folder)))
+        configs = _linked(target.identity, Path(folder) / "target")
+        draft_configs = None if target.draft is None else _linked(target.draft, Path(folder) / "draft")
+        arguments = serve_arguments(target.name, target.model, configs=configs, draft_configs=draft_configs)
         expected = served([*arguments, "--load-format", "safetensors"], answers)
         extension = f"{Comparison.__module__}.{Comparison.__qualname__}"
         found, compared = served(
@@ -92,10 +95,10 @@ def parity(target: Target) -> Parity:
     )
 
 
-def _linked(target: Target, folder: Path) -> Path:
-    """Make a folder look like the checkpoint; return it."""
-    root = target.identity.root.path
-    for path in target.identity.manifest.digests:
+def _linked(identity: Identity, folder: Path) -> Path:
+    """Make a folder that looks like the checkpoint; return it."""
+    root = identity.root.path
+    for path in identity.manifest.digests:
         link = folder / path
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(root / path)

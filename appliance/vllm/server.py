@@ -20,11 +20,11 @@ from appliance import canary, configs
 from appliance.canary import CanaryRecord
 from appliance.checkpoint.contents import check_configs, read_configs
 from appliance.client import KeeperClient, RefusedError
-from appliance.errors import ConfigError, HostError, error_of_status
+from appliance.errors import ConfigError, HostError, TrustError, error_of_status
 from appliance.events import WARNING, event
 from appliance.fingerprint import Fingerprint
 from appliance.notify import Notifier
-from appliance.target import Target
+from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.configs_folder import kept_configs
@@ -41,10 +41,10 @@ DEFAULT_WATCHDOG_S = 60.0
 def serve(target: Target, manifest: Path, *, notifier: Notifier, phases_s: dict[str, float]) -> int:
     """Serve until SIGTERM; return vLLM's exit status. The error of the rank that has no weights, if one has not."""
     began = time.monotonic()
-    files = _configs(target, on_progress=lambda text: _waiting(notifier, text))
-    folder = kept_configs(target.manifest.directories.state, target.identity.root_digest, files)
+    folder = _configs(target, TARGET, notifier)
+    draft_folder = None if target.draft is None else _configs(target, DRAFT, notifier)
     make_cache_folder(target)
-    arguments = serve_arguments(target.name, target.model, configs=folder)
+    arguments = serve_arguments(target.name, target.model, configs=folder, draft_configs=draft_folder)
     if "--shutdown-timeout" not in arguments:
         arguments += ["--shutdown-timeout", str(STOP_TIMEOUT_S - 10)]
     phases_s["configs"] = time.monotonic() - began
@@ -174,21 +174,32 @@ class _Server:
         return status if status >= 0 else 128 - status
 
 
-def _configs(target: Target, *, on_progress: Callable[[str], None]) -> dict[str, bytes]:
-    """Return the keeper's configs of this checkpoint, once it has them; or the checkpoint's own, where we may load."""
-    identity, model = target.identity, target.model
+def _configs(target: Target, role: str, notifier: Notifier) -> Path:
+    """Return a folder with the configs of a role's checkpoint."""
+    identity = target.identity_of(role)
+    files = _resident_configs(target, role, on_progress=lambda text: _waiting(notifier, text))
+    if files is None:
+        # Not resident, or of another checkpoint: what that means the workers know.
+        files = read_configs(identity.root, identity.manifest)
+    return kept_configs(target.manifest.directories.state, identity.root_digest, files)
+
+
+def _resident_configs(target: Target, role: str, *, on_progress: Callable[[str], None]) -> dict[str, bytes] | None:
+    model = target.model
+    # The draft is loaded by the last stage of the pipeline.
+    rank = 0 if role == TARGET else (model.parallel.pipeline - 1) * model.parallel.tensor
     with KeeperClient.connect(target.socket_path, timeout_s=model.wait_s) as client:
         wait_s = 0.0 if model.on_miss == "load" else model.wait_s
         try:
-            described = client.describe(role="target", rank=0, wait_s=wait_s, on_progress=on_progress)
+            described = client.describe(role=role, rank=rank, wait_s=wait_s, on_progress=on_progress)
         except RefusedError:
-            # What it means that they are not there, the workers know.
-            return read_configs(identity.root, identity.manifest)
+            return None
     with described.configs:
         files = configs.unpack(described.configs)
-    if described.record.fingerprint.root_digest != identity.root_digest:
-        return read_configs(identity.root, identity.manifest)
-    check_configs(identity.manifest, files)
+    try:
+        check_configs(target.identity_of(role).manifest, files)
+    except TrustError:
+        return None
     return files
 
 

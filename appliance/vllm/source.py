@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 import vllm.config
@@ -21,12 +21,10 @@ from appliance.errors import ConfigError, TrustError
 from appliance.handover.source import Loaded
 from appliance.progress import telling
 from appliance.slabs.devices import CPU
-from appliance.target import Target
+from appliance.target import DRAFT, TARGET, Target
+from appliance.tensors.flags import flags_of
 from appliance.tensors.homes import Stage
 from appliance.vllm.facts import facts
-
-TARGET: Final = "target"
-DRAFT: Final = "draft"
 
 
 class VllmSource:
@@ -42,9 +40,7 @@ class VllmSource:
         self._model_config = model_config
         self._prefix = prefix
         self._target = target
-        speculative = vllm_config.speculative_config
-        is_draft = speculative is not None and model_config is speculative.draft_model_config
-        self.role = DRAFT if is_draft else TARGET
+        self.role = role_of(vllm_config, model_config)
         self.rank = _rank(vllm_config.parallel_config)
         load_device = vllm_config.load_config.device
         self._device = torch.device(vllm_config.device_config.device if load_device is None else load_device)
@@ -70,7 +66,7 @@ class VllmSource:
         """
         if self._target is None:
             raise ConfigError("without a manifest an engine attaches, and loads nothing")
-        identity, state = self._target.identity, self._target.manifest.directories.state
+        identity, state = self._target.identity_of(self.role), self._target.manifest.directories.state
         began = time.monotonic()
         stats = verified_stats(identity, state, on_progress=telling("verifying", on_progress))
         configs = read_configs(identity.root, identity.manifest)
@@ -86,11 +82,12 @@ class VllmSource:
             DefaultModelLoader(load_config).load_weights(module, model_config)
         if changed := check_stats(identity, stats):
             raise TrustError(f"checkpoint {identity.root}: {changed[0]} changed while it was loaded")
+        flags = flags_of(module, self._built(torch.device("meta")))
         if stage == "processed":
             self._process(module)
         built = time.monotonic()
         phases = {"verify": verified - began, "build": built - verified, "load": built - began}
-        return Loaded(module.eval(), configs, stats, phases)
+        return Loaded(module.eval(), configs, stats, phases, flags)
 
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
         if stage == "loaded":
@@ -132,6 +129,15 @@ class VllmSource:
             vllm_loading.process_weights_after_loading(module, self._model_config, self._device)
 
 
+def role_of(vllm_config: Any, model_config: Any) -> str:
+    """Return which of an engine's models this is."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return TARGET
+    is_draft = model_config is speculative.draft_model_config or model_config.runner_type == "draft"
+    return DRAFT if is_draft else TARGET
+
+
 def _rank(parallel_config: Any) -> int:
     """Return this worker's place among all ranks of the model, replicas included, as vLLM numbers them."""
     # The rank of a dense replica is 0 in each; its index is not.
@@ -157,7 +163,7 @@ def _without_leftovers(module: torch.nn.Module) -> Iterator[None]:
     yield
     for part, names in before.items():
         for name in vars(part).keys() - names:
-            if vars(part)[name] in ({}, [], set()):
+            if isinstance(left := vars(part)[name], dict | list | set) and not left:
                 delattr(part, name)
 
 
