@@ -95,14 +95,17 @@ class _Walker:
         add_slot, seen, holders = self._add_slot, self._seen, self.inventory.holders
         while stack:
             path, module, above = stack.pop()
-            self._count()
+            self._visited += 1
+            if self._visited > LIMIT_OBJECTS:
+                raise _too_many()
             if _IS_SCRIPT[type(module)]:
                 self._captures.append((path, module))
                 continue
             holders[path] = module
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    add_slot(Slot((*path, name), "parameter", True, module, parameter))
+            if module._parameters:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        add_slot(Slot((*path, name), "parameter", True, module, parameter))
             if module._buffers:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
@@ -114,12 +117,12 @@ class _Walker:
                     self._queue.append((path, module, None))
             else:
                 self.inventory.repeated.append(path)
-            if module._modules:
+            if children := module._modules:
                 above |= {id(module)}
                 # A module may hold one that holds it.
                 stack += [
                     ((*path, name), child, above)
-                    for name, child in reversed(module._modules.items())
+                    for name, child in reversed(children.items())
                     if child is not None and id(child) not in above
                 ]
 
@@ -211,7 +214,11 @@ class _Walker:
     def _count(self) -> None:
         self._visited += 1
         if self._visited > LIMIT_OBJECTS:
-            raise TensorError(f"more than {LIMIT_OBJECTS} objects to look for tensors in")
+            raise _too_many()
+
+
+def _too_many() -> TensorError:
+    return TensorError(f"more than {LIMIT_OBJECTS} objects to look for tensors in")
 
 
 def _holds_more(module: nn.Module) -> bool:
