@@ -102,10 +102,9 @@ class _Walker:
                 self._captures.append((path, module))
                 continue
             holders[path] = module
-            if module._parameters:
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        add_slot(Slot((*path, name), "parameter", True, module, parameter))
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    add_slot(Slot((*path, name), "parameter", True, module, parameter))
             if module._buffers:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
