@@ -212,11 +212,13 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE", help="of vLLM")
     parser.add_argument("arguments", nargs="*", help="of vLLM, after --")
     given = parser.parse_args()
     out: Path = given.out
     out.mkdir(parents=True, exist_ok=True)
-    engine: dict[str, Any] = {"kind": "vllm", "port": PORT, "args": given.arguments}
+    variables = dict(pair.split("=", 1) for pair in given.environment)
+    engine: dict[str, Any] = {"kind": "vllm", "port": PORT, "args": given.arguments, "environment": variables}
     settings: dict[str, Any] = {"gpus": [0]} if given.gpu else {}
     site = Site(given.work, given.checkpoint, copy=os.link, engine=engine, wait=READY_TIMEOUT_S, **settings)
     target = site.target()

@@ -1,6 +1,6 @@
 """Parity of attached weights, one row for each architecture and method, several rows at a time.
 
-    python -m bench.vllm.rows --out DIR [--jobs N] [--gpu] [ROW...]
+    python -m bench.vllm.rows --out DIR [--jobs N] [--gpus N] [ROW...]
 
 Each row is a real keeper, its loader, and `python -m appliance.vllm.parity`. DIR gets rows.jsonl and a log for each.
 The exit status is the number of rows that do not hold.
@@ -27,6 +27,8 @@ PARITY_TIMEOUT_S = 400.0
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # Not profiled: rows that come and go beside each other would disturb it.
 GPU_ARGUMENTS = ("--kv-cache-memory-bytes", "500000000", "--gpu-memory-utilization", "0.05")
+# Its sampler is compiled for minutes at the first start, and these rows are greedy.
+GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 GPU_GRAPHS = ("--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4]}')
 
 
@@ -62,24 +64,29 @@ ROWS = (
     Row("qwen3", "compressed-tensors-int8"),
     Row("qwen3", "awq", dtype="float16"),
     Row("qwen3", "gptq", dtype="float16"),
+    Row("qwen3", tensor=2),
 )
 
 
-def measure(row: Row, folder: Path, *, gpu: bool) -> dict[str, Any]:
-    """Return what came of one row; never raises for what vLLM or the appliance refuse."""
+def measure(row: Row, folder: Path, *, gpu: int | None) -> dict[str, Any]:
+    """Return what came of one row, on GPUs from this one on; never raises for what vLLM or the appliance refuse."""
     began = time.monotonic()
     result: dict[str, Any] = {"row": row.name}
     engine: dict[str, Any] = {"kind": "vllm", "port": 18000, "args": ["--max-model-len", "512", *row.arguments]}
-    if gpu:
+    if gpu is not None:
         engine["args"] += [*GPU_ARGUMENTS, *GPU_GRAPHS]
+        engine["environment"] = GPU_ENVIRONMENT
     else:
         engine["args"] += ["--enforce-eager"]
         engine["environment"] = CPU_ENVIRONMENT
     settings: dict[str, Any] = {"engine": engine, "parallel": {"tensor": row.tensor}, "dtype": row.dtype}
-    if gpu:
-        settings["gpus"] = list(range(row.tensor))
+    if gpu is not None:
+        settings["gpus"] = list(range(gpu, gpu + row.tensor))
     checkpoint = make_checkpoint(
-        folder / "made", architecture=row.architecture, method=row.method, large=gpu or row.method is not None
+        folder / "made",
+        architecture=row.architecture,
+        method=row.method,
+        large=gpu is not None or row.method is not None,
     )
     site = Site(folder / "site", checkpoint, wait=RESIDENT_TIMEOUT_S, **settings)
     with (folder / "log.txt").open("w") as log:
@@ -118,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="where checkpoints and sites are made; DIR if left out")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs to spread the rows over; 0 is the CPU")
     given = parser.parse_args(arguments)
     rows = [row for row in ROWS if not given.rows or row.name in given.rows]
     given.out.mkdir(parents=True, exist_ok=True)
@@ -127,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def one(row: Row) -> dict[str, Any]:
         folder = work / row.name
         folder.mkdir(parents=True)
-        result = measure(row, folder, gpu=given.gpu)
+        gpu = rows.index(row) % given.gpus if given.gpus and row.tensor == 1 else 0
+        result = measure(row, folder, gpu=gpu if given.gpus else None)
         if work != given.out:
             (given.out / f"{row.name}.txt").write_bytes((folder / "log.txt").read_bytes()[-60_000:])
         line = json.dumps(result)
