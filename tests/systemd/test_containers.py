@@ -103,6 +103,18 @@ def test_the_template_shares_no_namespace_but_the_network_and_grants_nothing() -
     assert not any(word in SHIPPED.read_text() for word in ("--pid", "--ipc", "--privileged", "AddCapability"))
 
 
+@pytest.mark.parametrize("name", ["Containerfile", "Containerfile.vllm"])
+def test_an_image_is_built_on_any_base_and_runs_the_engine_as_nobody(name: str) -> None:
+    lines = (SHIPPED.parent / name).read_text().splitlines()
+    words = [line.split() for line in lines if line and not line.startswith("#")]
+    assert words[0][0] == "ARG" and words[0][1].startswith("BASE=") and words[1] == ["FROM", "${BASE}"]
+    assert [line for line in words if line[0] == "USER"][-1] == ["USER", "65532:65532"]
+    assert 'ENTRYPOINT ["python3", "-m", "appliance.engine"]' in lines
+    # The build's context is the checkout, of which this is all that a build sees.
+    ignored = (SHIPPED.parent / f"{name}.containerignore").read_text().splitlines()
+    assert ignored[0] == "**" and "!appliance" in ignored and "!.git" not in ignored
+
+
 def test_a_container_is_restarted_as_a_process_would_be() -> None:
     native, container = (dict(settings_of(path.read_text())) for path in (UNITS / "engine@.service", SHIPPED))
     same = ("Wants", "After", "PartOf", "StartLimitIntervalSec", "Restart", "RestartSec", "RestartPreventExitStatus")
