@@ -54,6 +54,7 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
                 name += f" {source.role} rank {source.rank}"
             take = fill if assigned.loads else obtain
             weights = take(assigned.terms, source, client_name=name)
+            source.claim(weights.module)
         except ApplianceError as error:
             event(f"appliance: {error}", priority=ERROR)
             write(os.environ.get(OUTCOMES_VARIABLE), outcome.failed(error))

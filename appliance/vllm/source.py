@@ -4,7 +4,9 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +29,14 @@ from appliance.tensors.homes import Stage
 from appliance.vllm.facts import facts
 
 
+@dataclass
+class _Layers:
+    """What one model entered in vLLM's configuration: its layers by name, and the names of those with experts."""
+
+    by_name: dict[str, Any] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
+
+
 class VllmSource:
     """The weights that one worker of vLLM asks its model loader for. `target` is None for one that only attaches."""
 
@@ -40,6 +50,7 @@ class VllmSource:
         self._model_config = model_config
         self._prefix = prefix
         self._target = target
+        self._layers: MutableMapping[torch.nn.Module, _Layers] = weakref.WeakKeyDictionary()
         self.role = role_of(vllm_config, model_config)
         self.rank = _rank(vllm_config.parallel_config)
         load_device = vllm_config.load_config.device
@@ -90,6 +101,7 @@ class VllmSource:
         return Loaded(module.eval(), configs, stats, phases, flags)
 
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
+        self.claim(module)
         if stage == "loaded":
             self._process(module)
         else:
@@ -98,29 +110,43 @@ class VllmSource:
                     self._process(module)
         return module.eval()
 
+    def claim(self, module: torch.nn.Module) -> None:
+        """Have vLLM compute with this module, of all that were built here: it looks layers up by their names."""
+        compilation, layers = self._config.compilation_config, self._layers[module]
+        compilation.static_forward_context.update(layers.by_name)
+        experts = compilation.static_all_moe_layers
+        experts.extend(name for name in layers.experts if name not in experts)
+
     def _built(self, device: torch.device) -> torch.nn.Module:
-        with set_default_torch_dtype(self._model_config.dtype), device, self._own_layers():
+        with set_default_torch_dtype(self._model_config.dtype), device, self._own_layers() as layers:
             module: torch.nn.Module = vllm_loading.initialize_model(
                 vllm_config=self._config, model_config=self._model_config, prefix=self._prefix
             )
+        self._layers[module] = layers
         return module
 
     @contextlib.contextmanager
-    def _own_layers(self) -> Iterator[None]:
-        """Let a model be built though one was before.
+    def _own_layers(self) -> Iterator["_Layers"]:
+        """Let a model be built as if none was before; what it entered in the configuration is told at the end.
 
-        Layers enter themselves, by name, in the configuration, and every model of a process gets the same rotary
-        tables, which computing changes.
+        Layers enter themselves there, by name, and every model of a process gets the same rotary tables, which
+        computing changes.
         """
-        layers, tables = self._config.compilation_config.static_forward_context, rotary_embedding._ROPE_DICT
-        before, tables_before = dict(layers), dict(tables)
-        layers.clear()
+        compilation, tables = self._config.compilation_config, rotary_embedding._ROPE_DICT
+        by_name, experts = compilation.static_forward_context, compilation.static_all_moe_layers
+        before, experts_before, tables_before = dict(by_name), list(experts), dict(tables)
+        by_name.clear()
+        experts.clear()
         tables.clear()
+        layers = _Layers()
         try:
-            yield
+            yield layers
         finally:
-            for name, layer in before.items():
-                layers.setdefault(name, layer)
+            layers.by_name.update(by_name)
+            layers.experts.extend(experts)
+            by_name.clear()
+            by_name.update(before)
+            experts[:] = experts_before
             tables.clear()
             tables.update(tables_before)
 

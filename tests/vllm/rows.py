@@ -11,9 +11,10 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.environment import environment
 from appliance.vllm.outcome import read_all
-from appliance.vllm.parity import Comparison, answers, served
+from appliance.vllm.parity import Comparison, answers
 from tests.keeper.serving import Serving
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site
@@ -83,6 +84,18 @@ def _site(row: Row, folder: Path) -> Site:
     if row.adapter:
         make_adapter(folder / "adapter", checkpoint)
     return site
+
+
+def served(arguments: Sequence[str], act: Callable[[Any], Result]) -> Result:
+    """Return what comes of an engine in this process.
+
+    Each looks through all modules for kernels, and fails over one that numba brings: it is made for one engine.
+    """
+    hidden = {name: sys.modules.pop(name) for name in ["llvmlite.binding.ffi"] if name in sys.modules}
+    try:
+        return parity.served(arguments, act)
+    finally:
+        sys.modules.update(hidden)
 
 
 def _act(row: Row, folder: Path) -> Callable[[Any], tuple[parity.Answers, int]]:
