@@ -2,6 +2,7 @@
 
 import gc
 import types
+import typing
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -19,6 +20,8 @@ _MACHINERY = (
     "threading.", "_thread.", "asyncio.", "concurrent.", "multiprocessing.", "inspect.", "typing.", "ctypes.",
     "_ctypes.", "weakref.", "re.", "pathlib.", "_io.",
 )  # fmt: skip
+# What a class of a model derives from to say how it is used.
+_FORMS = (typing.Generic, typing.Protocol)
 _PARTS_OF_PYTHON = (type, types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, BaseException)
 
 
@@ -28,7 +31,7 @@ def is_machinery(kind: type) -> bool:
         return False
     if issubclass(kind, _PARTS_OF_PYTHON) or kind.__module__ == "torch":
         return True
-    return any(f"{base.__module__}.".startswith(_MACHINERY) for base in kind.__mro__)
+    return any(f"{base.__module__}.".startswith(_MACHINERY) for base in kind.__mro__ if base not in _FORMS)
 
 
 def hides_tensor(root: object, known: dict[int, object], opaque: tuple[type, ...]) -> bool:

@@ -45,7 +45,7 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
 
 def _kept_configs(target: Target, identity: Identity) -> Path:
     files = read_configs(identity.root, identity.manifest)
-    return kept_configs(target.manifest.directories.state, identity.root_digest, files)
+    return kept_configs(target.manifest.directories.state, identity, files)
 
 
 @contextlib.contextmanager

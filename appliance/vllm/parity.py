@@ -1,8 +1,9 @@
 """`python -m appliance.vllm.parity --manifest FILE --model NAME`: whether attached weights are those on disk.
 
 1. vLLM serves the checkpoint by its own loading, and answers PROMPTS greedily
-2. vLLM serves what the keeper holds, and answers them too: same tokens, same log probabilities
-3. each rank loads its weights from disk once more, and compares every tensor with the attached ones
+2. with --control it does so once more, from disk again: some kernels do not give the same twice
+3. vLLM serves what the keeper holds, and answers them too: same tokens, same log probabilities
+4. each rank loads its weights from disk once more, and compares every tensor with the attached ones
 
 One line of JSON is printed. The exit status is 77 where anything differs.
 """
@@ -55,7 +56,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Parity:
-    """How two engines on one checkpoint compare; `differing` names tensors and flags by rank, a line each."""
+    """How two engines on one checkpoint compare; `differing` names tensors and flags by rank, a line each.
+
+    `repeatable` is whether vLLM's own loading gives the same log probabilities twice; None if that was not tried.
+    """
 
     model: str
     stages: tuple[str, ...]
@@ -63,13 +67,14 @@ class Parity:
     same_tokens: bool
     same_logprobs: bool
     differing: tuple[str, ...]
+    repeatable: bool | None = None
 
     @property
     def holds(self) -> bool:
         return self.same_tokens and self.same_logprobs and not self.differing
 
 
-def parity(target: Target) -> Parity:
+def parity(target: Target, *, control: bool = False) -> Parity:
     """Return how vLLM's own loading and the keeper's weights compare, in engines of this process, one after the other.
 
     The environment must be the one that `environment` returns.
@@ -79,7 +84,9 @@ def parity(target: Target) -> Parity:
         configs = _linked(target.identity, Path(folder) / "target")
         draft_configs = None if target.draft is None else _linked(target.draft, Path(folder) / "draft")
         arguments = serve_arguments(target.name, target.model, configs=configs, draft_configs=draft_configs)
-        expected = served([*arguments, "--load-format", "safetensors"], answers)
+        disk = [*arguments, "--load-format", "safetensors"]
+        expected = served(disk, answers)
+        repeatable = served(disk, answers) == expected if control else None
         extension = f"{Comparison.__module__}.{Comparison.__qualname__}"
         found, compared = served(
             [*arguments, "--worker-extension-cls", extension],
@@ -92,6 +99,7 @@ def parity(target: Target) -> Parity:
         same_tokens=found.tokens == expected.tokens,
         same_logprobs=found.logprobs == expected.logprobs,
         differing=tuple(f"rank {rank}: {line}" for rank, (_, lines) in enumerate(compared) for line in lines),
+        repeatable=repeatable,
     )
 
 
@@ -183,12 +191,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="appliance parity", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--control", action="store_true", help="also serve from disk twice")
     arguments = parser.parse_args()
     try:
         target = read_target(arguments.manifest, arguments.model)
         os.environ.update(environment(target, arguments.manifest))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        result = parity(target)
+        result = parity(target, control=arguments.control)
     except ApplianceError as error:
         event(f"appliance: {error}", priority=ERROR, model=arguments.model)
         return error.exit_status

@@ -181,7 +181,7 @@ def _configs(target: Target, role: str, notifier: Notifier) -> Path:
     if files is None:
         # Not resident, or of another checkpoint: what that means the workers know.
         files = read_configs(identity.root, identity.manifest)
-    return kept_configs(target.manifest.directories.state, identity.root_digest, files)
+    return kept_configs(target.manifest.directories.state, identity, files)
 
 
 def _resident_configs(target: Target, role: str, *, on_progress: Callable[[str], None]) -> dict[str, bytes] | None:

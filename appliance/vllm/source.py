@@ -93,9 +93,9 @@ class VllmSource:
             DefaultModelLoader(load_config).load_weights(module, model_config)
         if changed := check_stats(identity, stats):
             raise TrustError(f"checkpoint {identity.root}: {changed[0]} changed while it was loaded")
-        flags = flags_of(module, self._built(torch.device("meta")))
         if stage == "processed":
             self._process(module)
+        flags = flags_of(module, self._built(torch.device("meta")))
         built = time.monotonic()
         phases = {"verify": verified - began, "build": built - verified, "load": built - began}
         return Loaded(module.eval(), configs, stats, phases, flags)
@@ -103,6 +103,7 @@ class VllmSource:
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
         self.claim(module)
         if stage == "loaded":
+            _own_what_is_rewritten(module)
             self._process(module)
         else:
             with _already_processed() as rebuilds:
@@ -153,6 +154,19 @@ class VllmSource:
     def _process(self, module: torch.nn.Module) -> None:
         with set_default_torch_dtype(self._model_config.dtype), self._device:
             vllm_loading.process_weights_after_loading(module, self._model_config, self._device)
+
+
+def _own_what_is_rewritten(module: torch.nn.Module) -> None:
+    """Copy the mapped parameters that a quantization method may write to where they lie: the mapping is read-only.
+
+    Methods of layers that are not quantized replace parameters, and write to none.
+    """
+    for part in module.modules():
+        method = getattr(part, "quant_method", None)
+        if method is None or type(method).__name__.startswith("Unquantized"):
+            continue
+        for parameter in part.parameters(recurse=False):
+            parameter.data = parameter.data.clone()
 
 
 def role_of(vllm_config: Any, model_config: Any) -> str:

@@ -28,7 +28,7 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 # Not profiled: rows that come and go beside each other would disturb it.
 GPU_ARGUMENTS = ("--kv-cache-memory-bytes", "500000000", "--gpu-memory-utilization", "0.05")
 # Its sampler is compiled for minutes at the first start, and these rows are greedy.
-GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 GPU_GRAPHS = ("--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4]}')
 
 
@@ -64,11 +64,11 @@ ROWS = (
     Row("qwen3", "compressed-tensors-int8"),
     Row("qwen3", "awq", dtype="float16"),
     Row("qwen3", "gptq", dtype="float16"),
-    Row("qwen3", tensor=2),
+    Row("qwen3", None, ("--enforce-eager", "--disable-custom-all-reduce"), tensor=2),
 )
 
 
-def measure(row: Row, folder: Path, *, gpu: int | None) -> dict[str, Any]:
+def measure(row: Row, folder: Path, *, gpu: int | None, control: bool) -> dict[str, Any]:
     """Return what came of one row, on GPUs from this one on; never raises for what vLLM or the appliance refuse."""
     began = time.monotonic()
     result: dict[str, Any] = {"row": row.name}
@@ -99,6 +99,7 @@ def measure(row: Row, folder: Path, *, gpu: int | None) -> dict[str, Any]:
                     client.describe(role="target", rank=rank, wait_s=RESIDENT_TIMEOUT_S).configs.close()
             result["resident_s"] = round(time.monotonic() - began, 1)
             argv[2] = "appliance.vllm.parity"
+            argv += ["--control"] if control else []
             done = subprocess.run(
                 argv,
                 stdout=subprocess.PIPE,
@@ -126,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="where checkpoints and sites are made; DIR if left out")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=0, help="how many GPUs to spread the rows over; 0 is the CPU")
+    parser.add_argument("--control", action="store_true", help="also serve each from disk twice")
+    parser.add_argument("--first-gpu", type=int, default=0)
     given = parser.parse_args(arguments)
     rows = [row for row in ROWS if not given.rows or row.name in given.rows]
     given.out.mkdir(parents=True, exist_ok=True)
@@ -134,8 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def one(row: Row) -> dict[str, Any]:
         folder = work / row.name
         folder.mkdir(parents=True)
-        gpu = rows.index(row) % given.gpus if given.gpus and row.tensor == 1 else 0
-        result = measure(row, folder, gpu=gpu if given.gpus else None)
+        gpu = given.first_gpu + rows.index(row) % given.gpus if given.gpus and row.tensor == 1 else 0
+        result = measure(row, folder, gpu=gpu if given.gpus else None, control=given.control)
         if work != given.out:
             (given.out / f"{row.name}.txt").write_bytes((folder / "log.txt").read_bytes()[-60_000:])
         line = json.dumps(result)

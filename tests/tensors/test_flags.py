@@ -27,6 +27,17 @@ def test_what_loading_set_is_set_on_another_skeleton() -> None:
     assert flags_of(loaded, skeleton) == ()
 
 
+def test_what_loading_left_out_is_told() -> None:
+    loaded, skeleton = module(), module()
+    loaded.get_submodule("0").register_parameter("scale", None)
+    loaded.get_submodule("1").zero_point = None  # type: ignore[assignment]
+    flags = flags_of(loaded, skeleton)
+    assert set(flags) == {Flag("0", "scale", None), Flag("1", "zero_point", None)}
+    set_flags(skeleton, flags)
+    assert skeleton.get_submodule("0").scale is None
+    assert flags_of(loaded, skeleton) == ()
+
+
 def test_true_is_not_one() -> None:
     loaded, skeleton = module(), module()
     skeleton.flag, loaded.flag = 1, True  # type: ignore[assignment]

@@ -3,11 +3,12 @@
 import functools
 import warnings
 import weakref
+from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
@@ -136,6 +137,30 @@ def test_a_graph_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     module.many = [[0] for _ in range(200)]
     with pytest.raises(TensorError, match="more than 100 objects"):
         walk(module)
+
+
+_Kind = TypeVar("_Kind")
+
+
+class GenericHolder(ABC, Generic[_Kind]):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.sinks = tensor
+
+
+class ProtocolHolder(Protocol):
+    sinks: torch.Tensor
+
+
+class Declared(ProtocolHolder):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.sinks = tensor
+
+
+@pytest.mark.parametrize("kind", [GenericHolder, Declared])
+def test_a_holder_is_looked_into_whatever_typing_says_of_its_class(kind: Any) -> None:
+    module = nn.Linear(2, 2)
+    module.kernel = kind(module.weight)
+    assert "kernel.sinks" in {slot.name for slot in walk(module).slots.values()}
 
 
 def test_instances_of_opaque_types_are_not_looked_into() -> None:
