@@ -172,7 +172,8 @@ def _own_what_is_rewritten(module: torch.nn.Module) -> None:
 def role_of(vllm_config: Any, model_config: Any) -> str:
     """Return which of an engine's models this is."""
     speculative = vllm_config.speculative_config
-    if speculative is None:
+    # Where the draft comes from the text alone, it is said to be the target's.
+    if speculative is None or speculative.draft_model_config is speculative.target_model_config:
         return TARGET
     is_draft = model_config is speculative.draft_model_config or model_config.runner_type == "draft"
     return DRAFT if is_draft else TARGET

@@ -24,7 +24,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # Small: its embeddings are scaled, and would drown what the layers say.
     "gemma3": (
         "gemma3_text",
-        SMALL | {"sliding_window": 64, "tie_word_embeddings": True, "initializer_range": 0.2},
+        SMALL | {"sliding_window": 64, "tie_word_embeddings": True, "initializer_range": 0.02},
     ),
     "phi3": ("phi3", SMALL),
     "deepseek-v3": (

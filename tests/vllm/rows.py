@@ -78,7 +78,7 @@ def result_of(row: Row, folder: Path) -> dict[str, Any]:
 
 def _site(row: Row, folder: Path) -> Site:
     checkpoint = make_checkpoint(folder / "made", architecture=row.architecture, method=row.method)
-    arguments = [*ARGUMENTS, *(["--enable-lora", "--max-lora-rank", "8"] if row.adapter else [])]
+    arguments = [*ARGUMENTS, *row.arguments]
     engine = {**ENGINE, "port": 18000, "args": arguments}
     site = Site(folder, checkpoint, engine=engine, on_miss="load", draft=row.draft)
     if row.adapter:
@@ -158,7 +158,7 @@ def main() -> None:
     os.dup2(2, 1)
     for name in arguments.rows:
         try:
-            result = result_of(ROWS[name], arguments.folder / name)
+            result = result_of(ROWS[name], arguments.folder / name.replace(" ", "-"))
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}

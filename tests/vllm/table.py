@@ -11,6 +11,7 @@ class Row:
 
     architecture: str
     method: str | None = None
+    arguments: tuple[str, ...] = ()
     draft: Mapping[str, Any] | None = None
     adapter: bool = False
     prefix: bool = False
@@ -39,7 +40,7 @@ ROWS = {
     "llama compressed-tensors-fp8": Row("llama", "compressed-tensors-fp8"),
     "llama compressed-tensors-int8": Row("llama", "compressed-tensors-int8"),
     "qwen3-moe fp8": Row("qwen3-moe", "fp8", error=NO_FP8),
-    "llama with LoRA": Row("llama", adapter=True),
+    "llama with LoRA": Row("llama", adapter=True, arguments=("--enable-lora", "--max-lora-rank", "8")),
     "llama with ngram speculation": Row("llama", draft={"method": "ngram", "tokens": 3}),
-    "llama with prefix caching": Row("llama", prefix=True),
+    "llama with prefix caching": Row("llama", prefix=True, arguments=("--block-size", "32")),
 }

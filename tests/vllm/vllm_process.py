@@ -45,5 +45,5 @@ def run(*arguments: str, timeout_s: float, environ: Mapping[str, str] | None = N
     told = environment(**(environ or {}))
     argv = [vllm_python(), *arguments]
     done = subprocess.run(argv, cwd=ROOT, env=told, text=True, capture_output=True, check=False, timeout=timeout_s)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout[-1000:]}\n{done.stderr[-4000:]}"
     return done.stdout
