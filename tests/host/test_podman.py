@@ -3,11 +3,15 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from appliance.host.containers import QUADLETS, ContainerHost
+from appliance.host.unit_files import unit_files
+from appliance.host.unit_text import Link
 from tests.host.checkpoints import Checkpoints
 from tests.host.images import BASE as BASE_IMAGE
 from tests.host.images import IMAGE, build_engine_image
@@ -15,12 +19,13 @@ from tests.host.installed import CHECKOUT, MODEL, OTHER_PORT, PORT, Host
 from tests.host.machine import Completed
 from tests.host.served import BASE, ENGINE, WEIGHTS, answers, health, is_back, serves
 from tests.host.stream import Stream, ask
+from tests.systemd.manifests import SOURCE, manifest_of
 
 CONTAINER = f"engine-{MODEL}"
 CONTAINED: dict[str, Any] = {
     MODEL: BASE[MODEL] | {"engine": {"port": PORT, "threads": 1, "runtime": "podman", "image": IMAGE}}
 }
-GUIDE = CHECKOUT / "container/README.md"
+GUIDE, TEMPLATE = (CHECKOUT / "container" / name for name in ("README.md", "engine@.container"))
 FOLDERS = (f"/run/appliance/{MODEL}", "/var/lib/appliance-host", f"/srv/models/{MODEL}", "/etc/appliance/trust")
 # What any client of a keeper sees, without the seconds that torch takes.
 CONNECT = f"""
@@ -102,6 +107,27 @@ def test_a_container_is_shut_in(host: Host) -> None:
     writable = {mount["Destination"] for mount in found["Mounts"] if mount["RW"]}
     assert writable == {f"/var/cache/appliance/{MODEL}", "/var/lib/appliance", "/run/systemd/journal/socket"}
     assert host.machine.run(["podman", "healthcheck", "run", CONTAINER]).returncode == 0
+
+
+def test_a_whole_file_makes_the_same_unit_as_a_link_and_a_drop_in(podman: Host, tmp_path: Path) -> None:
+    made = []
+    for version in ((5, 4), (4, 9)):
+        known = ContainerHost(version, uid=996, gid=996, group=None, template=TEMPLATE.read_text())
+        manifest = manifest_of(tmp_path, {MODEL: CONTAINED[MODEL] | {"wait": "90s"}})
+        folder = f"/srv/quadlets-{version[0]}"
+        for path, content in unit_files(manifest, SOURCE, {}, containers=known).items():
+            if path.is_relative_to(QUADLETS):
+                place = f"{folder}/{path.relative_to(QUADLETS)}"
+                if isinstance(content, Link):
+                    podman.machine.run(["mkdir", "--parents", folder])
+                    podman.machine.run(["ln", "--symbolic", content.to, place])
+                else:
+                    podman.machine.write(place, content)
+        generator = "/usr/lib/systemd/system-generators/podman-system-generator"
+        done = podman.machine.run([generator, "-dryrun"], environment={"QUADLET_UNIT_DIRS": folder})
+        settings = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line and line[0] != "#")
+        made.append({name: settings[name] for name in ("ExecStart", "TimeoutStartSec", "Restart", "Type", "Wants")})
+    assert made[0] == made[1] and made[0]["TimeoutStartSec"] == "690s" and IMAGE in made[0]["ExecStart"]
 
 
 @pytest.mark.parametrize("event", ["conmon is killed", "the payload is killed", "podman rm"])
