@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from appliance import __version__
-from appliance.cli import checkpoint, demo, host, manifest, status, up, weights
+from appliance.cli import checkpoint, demo, host, manifest, parity, status, up, weights
 from appliance.errors import ApplianceError
 
 INTERRUPTED = 130
@@ -51,6 +51,7 @@ app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("evict")(weights.evict)
 app.command("scrub")(weights.scrub)
+app.command("parity")(parity.parity)
 app.command("demo")(demo.demo)
 
 

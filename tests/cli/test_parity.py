@@ -1,0 +1,74 @@
+"""What `appliance parity` refuses before it starts an engine, and how it ends with what comes of one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from appliance.cli import parity
+from appliance.cli.main import run
+from appliance.errors import EXIT_CONFIG, EXIT_HOST, EXIT_MISS, EXIT_TRUST
+
+EQUAL: dict[str, Any] = {
+    "model": "m",
+    "stages": ["loaded", "loaded"],
+    "tokens": 640,
+    "same_tokens": True,
+    "same_logprobs": True,
+    "differing": [],
+    "repeatable": None,
+}
+
+
+def manifest(folder: Path, **settings: Any) -> str:
+    model = {"checkpoint": str(folder), "engine": {"kind": "vllm", "port": 8001}, **settings}
+    path = folder / "appliance.yaml"
+    path.write_text(yaml.safe_dump({"models": {"m": model}}))
+    return str(path)
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, status: int, printed: str) -> None:
+    """Have the child that compares end like this: the real one is tested with a real vLLM."""
+
+    def started(argv: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        assert argv[:3] == [sys.executable, "-m", "appliance.vllm.parity"]
+        return subprocess.CompletedProcess(argv, status, printed)
+
+    monkeypatch.setattr(parity.subprocess, "run", started)
+
+
+@pytest.mark.parametrize("settings", [{"engine": {"port": 8001}}, {"parallel": {"data": 2}}])
+def test_what_cannot_be_compared_is_refused_at_once(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert run(["parity", "m", "--manifest", manifest(tmp_path, **settings)]) == EXIT_CONFIG
+
+
+def test_equal_weights_end_with_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(monkeypatch, 0, f"noise of vLLM\n{json.dumps(EQUAL)}\nmore of it\n")
+    assert run(["parity", "m", "--manifest", manifest(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "2 ranks, weights kept as loaded" in said
+    assert "DIFFERENT" not in said
+    assert run(["parity", "m", "--json", "--manifest", manifest(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == EQUAL
+
+
+def test_a_tensor_that_differs_is_named_and_ends_with_77(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(monkeypatch, EXIT_TRUST, json.dumps(EQUAL | {"differing": ["rank 1: model.norm.weight: other bytes"]}))
+    assert run(["parity", "m", "--manifest", manifest(tmp_path)]) == EXIT_TRUST
+    assert "rank 1: model.norm.weight: other bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("status", "expected"), [(EXIT_MISS, EXIT_MISS), (1, EXIT_HOST), (-9, EXIT_HOST)])
+def test_a_comparison_that_did_not_happen_is_no_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, expected: int
+) -> None:
+    ended(monkeypatch, status, "")
+    assert run(["parity", "m", "--manifest", manifest(tmp_path)]) == expected
