@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from appliance.cli import parity
 from appliance.cli.main import run
 from appliance.errors import EXIT_CONFIG, EXIT_HOST, EXIT_MISS, EXIT_TRUST
 
@@ -38,7 +37,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, status: int, printed: str) -> None:
         assert argv[:3] == [sys.executable, "-m", "appliance.vllm.parity"]
         return subprocess.CompletedProcess(argv, status, printed)
 
-    monkeypatch.setattr(parity.subprocess, "run", started)
+    monkeypatch.setattr(subprocess, "run", started)
 
 
 @pytest.mark.parametrize("settings", [{"engine": {"port": 8001}}, {"parallel": {"data": 2}}])
