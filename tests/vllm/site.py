@@ -1,6 +1,7 @@
 """A place whose keeper, loader and engine are processes with a real vLLM."""
 
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,14 +34,20 @@ class VllmSite(Site):
     def environment(self) -> dict[str, str]:
         return vllm_process.environment()
 
-    def wait_until_resident(self, *, ranks: int = 1) -> str:
-        """Return the root digest of what every rank's slot holds, once the loader has ended."""
-        for rank in range(ranks):
-            with self.client() as client:
-                described = client.describe(role="target", rank=rank, wait_s=START_TIMEOUT_S)
-                described.configs.close()
+    def wait_until_resident(self, *, ranks: int = 1) -> None:
+        """Return once every rank's slot holds this checkpoint as it is now, and the loader has ended."""
+        root_digest, deadline = self.target().identity.root_digest, time.monotonic() + START_TIMEOUT_S
+        while not all(self._holds(rank, root_digest) for rank in range(ranks)):
+            assert time.monotonic() < deadline, self.status()
+            time.sleep(0.1)
         self._wait_for_loaders_end()
-        return described.record.fingerprint.root_digest
+
+    def _holds(self, rank: int, root_digest: str) -> bool:
+        # What was given back stays until it is known whether it is still wanted.
+        with self.client() as client:
+            described = client.describe(role="target", rank=rank, wait_s=START_TIMEOUT_S)
+            described.configs.close()
+        return described.record.fingerprint.root_digest == root_digest
 
     @contextmanager
     def kept(self, manager: ServiceManager) -> Iterator[KeeperProcess]:

@@ -17,12 +17,16 @@ LAYOUTS = [
 ]
 
 
+def made(folder: Path, architecture: str) -> Path:
+    return make_checkpoint(folder / "made", architecture=architecture)
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("architecture", "parallel"), LAYOUTS)
 def test_every_rank_of_an_engine_gets_what_it_would_load(
     tmp_path: Path, architecture: str, parallel: dict[str, int]
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "made", architecture=architecture)
-    site = VllmSite(tmp_path / "site", checkpoint, parallel=parallel)
+    site = VllmSite(tmp_path / "site", made(tmp_path, architecture), parallel=parallel)
     with site.keeper(until_resident=False):
         site.wait_until_resident(ranks=2)
         slots = site.status()["shards"]
@@ -34,3 +38,15 @@ def test_every_rank_of_an_engine_gets_what_it_would_load(
     assert sorted(slot["rank"] for slot in slots) == [0, 1]
     assert len(result["stages"]) == 2
     assert (result["same_tokens"], result["same_logprobs"], result["differing"]) == (True, True, [])
+
+
+@pytest.mark.timeout(600)
+def test_every_dense_replica_attaches(tmp_path: Path) -> None:
+    site = VllmSite(tmp_path / "site", made(tmp_path, "qwen3"), parallel={"data": 2})
+    with site.keeper(until_resident=False):
+        site.wait_until_resident(ranks=2)
+        with site.engine() as engine:
+            assert "weights: hit (loaded, 2 ranks)" in engine.wait_for_line("weights:")
+            assert sorted(slot["rank"] for slot in site.status()["shards"]) == [0, 1]
+            assert len(site.status()["leases"]) == 2
+            assert engine.stop() == 0, engine.said
