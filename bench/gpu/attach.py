@@ -20,6 +20,7 @@ from bench.gpu.rig import Rig, running_keeper, started
 from bench.gpu.sampler import used_bytes
 
 MIB = 1 << 20
+ALONE_TIMEOUT_S = 10.0
 TIMES = ("total", "describe", "receive", "map", "assign", "first_use", "context")
 
 
@@ -43,6 +44,7 @@ def main() -> int:
             except TimeoutError as error:
                 report.check("the loader fills the keeper", False, f"{error}\n{rig.log()}")
                 return 1
+            _wait_alone()
             size_bytes = status["size_bytes"]
             report.note(f"{args.tensors} tensors, {size_bytes / GIB:.2f} GiB in {status['shards'][0]['slabs']} slabs")
             _packing(report, rig)
@@ -56,6 +58,15 @@ def main() -> int:
             _scrubbed(report, rig)
         _freed(report, gpu, base_bytes)
     return int(report.failures > 0)
+
+
+def _wait_alone() -> None:
+    """Return once the loader has left the GPU: what a process gives back at its end takes the driver a while."""
+    from appliance.gpus import gpu_states
+
+    deadline = time.monotonic() + ALONE_TIMEOUT_S
+    while any(state.processes for state in gpu_states()) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _packing(report: Report, rig: Rig) -> None:
