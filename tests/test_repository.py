@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from shutil import which
 
 import pytest
 import typer
+import yaml
 
 from appliance.cli.main import app
 from appliance.manifest.load import load_manifest
@@ -204,11 +206,13 @@ def test_every_file_that_a_document_links_to_or_names_exists(document: str) -> N
     assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
-def test_the_readmes_manifest_is_right(tmp_path: Path) -> None:
-    found = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(found) == 1
-    (file := tmp_path / "appliance.yaml").write_text(found[0])
-    assert list(load_manifest(file).models) == ["support-bot"]
+def test_the_readmes_manifest_is_right_and_so_are_settings_put_into_its_model(tmp_path: Path) -> None:
+    whole, *parts = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    for part in ("", *parts):
+        manifest = yaml.safe_load(whole)
+        manifest["models"]["support-bot"] |= yaml.safe_load(textwrap.dedent(part)) or {}
+        (file := tmp_path / "appliance.yaml").write_text(yaml.safe_dump(manifest))
+        assert list(load_manifest(file).models) == ["support-bot"]
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
