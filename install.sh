@@ -39,6 +39,7 @@ Usage: sudo ./install.sh                  install on this host, or upgrade: envi
 `appliance demo`: try --json.
 
 --test run as root also installs the Debian packages that the tests use. Without root it says which tests are skipped.
+Where the processor has AVX-512 it makes a second environment beside the first, .venv-vllm, in which the tests run vLLM.
 
 --bundle fetches every package into a tar ARCHIVE, with the container IMAGEs that Podman has here. Unpack it on the other
 host and run the install.sh in it: it loads the images, too. That host needs the same Python and processor.
