@@ -35,6 +35,9 @@ POLL_S = 0.1
 HEALTH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 50  # below TimeoutStopSec= of the unit
 WAIT_EXTENSION_S = 120.0
+TELL_S = 5.0
+# The first start on a GPU compiles and tunes for many minutes.
+START_LIMIT_S = 3600.0
 DEFAULT_WATCHDOG_S = 60.0
 
 
@@ -96,10 +99,15 @@ class _Server:
 
     def _until(self, holds: Callable[[], bool], doing: str) -> bool:
         """Return True once it holds, False where vLLM ended before."""
+        began = told = time.monotonic()
+        _waiting(self._notifier, doing)
         while self._child.poll() is None:
             if holds():
                 return True
-            _waiting(self._notifier, doing)
+            # One that never gets there is ended by the unit's own limit.
+            if (now := time.monotonic()) - told > TELL_S and now - began < START_LIMIT_S:
+                told = now
+                _waiting(self._notifier, doing)
             time.sleep(POLL_S)
         return False
 
