@@ -7,7 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One checkpoint and how it is served; `error` is vLLM's own where it does not run on a CPU."""
+    """One checkpoint and how it is served.
+
+    `error` is vLLM's own where it does not run on a CPU, `refusal` ours where it would write to attached weights.
+    """
 
     architecture: str
     method: str | None = None
@@ -16,6 +19,7 @@ class Row:
     adapter: bool = False
     prefix: bool = False
     error: str = ""
+    refusal: str = ""
 
 
 # Weights of 8 bits want a product that vLLM has on a CPU only with AMX.
@@ -43,4 +47,12 @@ ROWS = {
     "llama with LoRA": Row("llama", adapter=True, arguments=("--enable-lora", "--max-lora-rank", "8")),
     "llama with ngram speculation": Row("llama", draft={"method": "ngram", "tokens": 3}),
     "llama with prefix caching": Row("llama", prefix=True, arguments=("--block-size", "32")),
+    "llama with sleep mode": Row(
+        "llama", arguments=("--enable-sleep-mode",), error="Sleep mode is not supported on current platform"
+    ),
+    "llama with weight transfer": Row(
+        "llama",
+        arguments=("--weight-transfer-config", '{"backend": "nccl"}'),
+        refusal="ConfigError: --weight-transfer-config: attached weights are shared and read-only",
+    ),
 }

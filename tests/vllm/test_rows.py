@@ -11,7 +11,7 @@ from tests.vllm.table import ROWS
 PROMPTS = 20
 
 
-@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if not row.error])
+@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if not (row.error or row.refusal)])
 def test_attached_weights_are_those_on_disk_and_say_the_same(rows: Rows, row: str) -> None:
     result = rows.result(row)
     assert "error" not in result, f"{result['error']}\n{rows.last_words}"
@@ -32,3 +32,8 @@ def test_attached_weights_are_those_on_disk_and_say_the_same(rows: Rows, row: st
 @pytest.mark.parametrize("row", [name for name, row in ROWS.items() if row.error])
 def test_what_vllm_does_not_run_on_a_cpu_it_refuses_itself(rows: Rows, row: str) -> None:
     assert ROWS[row].error in rows.result(row).get("error", "")
+
+
+@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if row.refusal])
+def test_what_would_write_to_attached_weights_is_refused(rows: Rows, row: str) -> None:
+    assert rows.result(row).get("error", "").startswith(ROWS[row].refusal)

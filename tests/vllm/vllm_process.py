@@ -21,9 +21,14 @@ SETTINGS = {
 }
 
 
+def vllm_home() -> Path:
+    """Return the folder of that Python's programs, whether or not it is there."""
+    return Path(os.environ.get(PYTHON_VARIABLE) or f"{sys.prefix}-vllm/bin/python").parent
+
+
 def vllm_python() -> str:
     """Return the interpreter; the test cannot run where there is none."""
-    python = Path(os.environ.get(PYTHON_VARIABLE) or f"{sys.prefix}-vllm/bin/python")
+    python = vllm_home() / "python"
     if not python.exists():
         cannot_run(f"vLLM: no {python}; ./install.sh --test makes it, where the processor has AVX-512")
     return str(python)
