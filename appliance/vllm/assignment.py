@@ -26,6 +26,8 @@ MODEL_VARIABLE = "APPLIANCE_MODEL"
 # Set for the loader: this process may fill an empty slot whatever the manifest says of engines.
 LOADER_VARIABLE = "APPLIANCE_LOADER"
 OUTCOMES_VARIABLE = "APPLIANCE_OUTCOMES"
+# The process that started vLLM, and ends it.
+STARTER_VARIABLE = "APPLIANCE_STARTER"
 
 DEFAULT_WAIT_S = 600.0
 _SETTINGS = {"socket", "wait"}

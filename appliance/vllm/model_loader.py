@@ -1,6 +1,7 @@
 """The load format `appliance`: a model loader of vLLM that maps the keeper's weights, or fills the keeper's slot."""
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -9,11 +10,11 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from appliance.client import KeeperClient
 from appliance.errors import ApplianceError, ConfigError
-from appliance.events import ERROR, event
+from appliance.events import ERROR, WARNING, event
 from appliance.handover.lease import Lease
 from appliance.handover.weights import fill, obtain
 from appliance.target import TARGET
-from appliance.vllm.assignment import OUTCOMES_VARIABLE, assignment
+from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
 from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_writers
 from appliance.vllm.source import VllmSource, role_of
@@ -61,7 +62,10 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             raise
         if weights.client is not None:
             shard_id = weights.record.shard_id
-            _LEASES.append(Lease(weights.client, assigned.terms.socket_path, shard_id=shard_id, name=name))
+            lease = Lease(
+                weights.client, assigned.terms.socket_path, shard_id=shard_id, name=name, leave=_end_the_engine
+            )
+            _LEASES.append(lease)
         phases = {**weights.phases_s, "model_load": time.monotonic() - began}
         write(os.environ.get(OUTCOMES_VARIABLE), outcome.ended(weights.verdict, phases, weights.record))
         return weights.module
@@ -80,3 +84,12 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
         with KeeperClient.connect(assigned.terms.socket_path, timeout_s=assigned.terms.wait_s) as client:
             slots = client.status()["shards"]
         return sum(slot["size_bytes"] for slot in slots if slot["device"] == source.device)
+
+
+def _end_the_engine() -> None:
+    """Have the whole engine end, requests first: a worker that ends alone takes it down with an error."""
+    starter = os.environ.get(STARTER_VARIABLE)
+    if starter is None:
+        event("the keeper needs this memory for other weights: restart this engine", priority=WARNING)
+    else:
+        os.kill(int(starter), signal.SIGTERM)

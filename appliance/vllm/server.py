@@ -26,7 +26,7 @@ from appliance.fingerprint import Fingerprint
 from appliance.notify import Notifier
 from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.arguments import serve_arguments
-from appliance.vllm.assignment import OUTCOMES_VARIABLE
+from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE
 from appliance.vllm.configs_folder import kept_configs
 from appliance.vllm.environment import environment, make_cache_folder
 from appliance.vllm.outcome import Outcome, read_all
@@ -52,7 +52,8 @@ def serve(target: Target, manifest: Path, *, notifier: Notifier, phases_s: dict[
         arguments += ["--shutdown-timeout", str(STOP_TIMEOUT_S - 10)]
     phases_s["configs"] = time.monotonic() - began
     with tempfile.TemporaryDirectory(prefix="appliance-outcomes-") as outcomes:
-        environ = {**os.environ, **environment(target, manifest), OUTCOMES_VARIABLE: outcomes}
+        own = {OUTCOMES_VARIABLE: outcomes, STARTER_VARIABLE: str(os.getpid())}
+        environ = {**os.environ, **environment(target, manifest), **own}
         # Its own children talk to vLLM, not to systemd.
         for variable in ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"):
             environ.pop(variable, None)

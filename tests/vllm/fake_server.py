@@ -46,7 +46,9 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     arguments = sys.argv[1:]
-    (FOLDER / "started.partial").write_text(json.dumps({"arguments": arguments, "environment": dict(os.environ)}))
+    (FOLDER / "started.partial").write_text(
+        json.dumps({"parent": os.getppid(), "arguments": arguments, "environment": dict(os.environ)})
+    )
     (FOLDER / "started.partial").rename(FOLDER / "started")
     if (FOLDER / "outcome").exists():
         outcome = Path(os.environ["APPLIANCE_OUTCOMES"]) / "target-0.json"

@@ -124,17 +124,20 @@ def test_it_is_ready_once_vllm_is_healthy_and_has_answered(engine: Engine, manag
     assert manager.heard("STOPPING=1")
 
 
-def test_vllm_is_started_on_a_copy_of_the_configs_alone(engine: Engine, manager: ServiceManager) -> None:
+def test_vllm_is_started_on_the_configs_and_links_to_the_weights(engine: Engine, manager: ServiceManager) -> None:
     with engine.running(manager):
         manager.wait_for(is_ready)
     arguments, environment = engine.started["arguments"], engine.started["environment"]
     configs = Path(arguments[0])
     assert configs.is_relative_to(engine.site.folder / "state")
     assert (configs / "config.json").read_bytes() == (engine.site.checkpoint / "config.json").read_bytes()
-    assert not list(configs.glob("*.safetensors"))
+    weights = {path.name for path in engine.site.checkpoint.glob("*.safetensors")}
+    assert weights
+    assert {path.name for path in configs.glob("*.safetensors") if path.is_symlink()} == weights, "links, no copies"
     assert arguments[arguments.index("--load-format") + 1] == "appliance"
     assert arguments[arguments.index("--shutdown-timeout") + 1] == "40"
     assert environment["APPLIANCE_MODEL"] == MODEL
+    assert int(environment["APPLIANCE_STARTER"]) == engine.started["parent"]
     assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"} & environment.keys()
 
 
