@@ -3,10 +3,9 @@
     python -m bench.vllm.opens [--json] [--files 66] [--delay 0.1] [--rounds 3]
 
 Needs vLLM 0.31 or later, and strace, which delays every open of a file of the checkpoint as a slow file system does.
-The two take turns, each in a process of its own, and imports are not counted. `ours` verifies the signature and compares
-every file with what it was when its bytes were hashed; `theirs` is `hash_checkpoint` of vLLM's weight cache, which
-hashes each file's header. Neither reads tensors: after a change of values alone `theirs` says the same as before, which
-is the column `sees changed values`.
+The two take turns, each in a process of its own, and imports are not counted. `ours` verifies the signature and
+compares every file with what it was when its bytes were hashed; `theirs` is `hash_checkpoint` of vLLM's weight cache,
+which hashes each file's header. Neither reads tensors: where only values changed, `theirs` says the same as before.
 """
 
 import argparse

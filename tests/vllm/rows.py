@@ -30,6 +30,7 @@ from appliance.vllm.parity import Comparison, answers
 from tests.keeper.serving import Serving
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site
+from tests.vllm import vllm_process
 from tests.vllm.adapters import make_adapter
 from tests.vllm.answers import adapted_answers, prefixed_answers
 from tests.vllm.checkpoints import make_checkpoint
@@ -38,10 +39,7 @@ from tests.vllm.table import ROWS, Row
 
 Result = TypeVar("Result")
 
-ENGINE = {
-    "kind": "vllm",
-    "environment": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-}
+ENGINE = {"kind": "vllm", "environment": vllm_process.ENGINE_SETTINGS}
 ARGUMENTS = ["--max-model-len", "256", "--enforce-eager"]
 EXTENSION = ["--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}"]
 

@@ -21,9 +21,8 @@ START_TIMEOUT_S = 240.0
 class VllmSite(Site):
     def __init__(self, folder: Path, checkpoint: Path, *, arguments: tuple[str, ...] = ARGUMENTS, **more: Any) -> None:
         self.port = free_port()
-        names = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND")
-        settings = {name: vllm_process.SETTINGS[name] for name in names}
-        engine = {"kind": "vllm", "port": self.port, "args": list(arguments), "environment": settings}
+        settings = {"args": list(arguments), "environment": vllm_process.ENGINE_SETTINGS}
+        engine = {"kind": "vllm", "port": self.port, **settings}
         super().__init__(folder, checkpoint, engine=engine, **{"wait": START_TIMEOUT_S, **more})
 
     @property

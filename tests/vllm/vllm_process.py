@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance.demo.cache import default_cache
 from tests.tiers import cannot_run
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,14 @@ SETTINGS = {
 def vllm_home() -> Path:
     """Return the folder of that Python's programs, whether or not it is there."""
     return Path(os.environ.get(PYTHON_VARIABLE) or f"{sys.prefix}-vllm/bin/python").parent
+
+
+# In the manifest of an engine. What vLLM finds out about an architecture, in a process that takes seconds, is kept.
+ENGINE_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CACHE_ROOT": str(default_cache() / "vllm"),
+}
 
 
 def vllm_python() -> str:
