@@ -1,4 +1,4 @@
-"""The parity rows, served by one process of vLLM that goes on to the next while a test looks at the last."""
+"""The parity rows, served by processes of vLLM that go on to the next while a test looks at the last."""
 
 import json
 import select
@@ -13,12 +13,14 @@ import pytest
 from tests.vllm import vllm_process
 
 ROW_TIMEOUT_S = 280.0
+PROCESSES = 2  # of one thread each
 
 
 class Rows:
-    """The process, and the results it has printed so far by row."""
+    """One process and its rows."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
+        self.names = names
         self._log = folder / "log"
         with self._log.open("w") as log:
             self._process = vllm_process.start(
@@ -53,11 +55,22 @@ class Rows:
 
 
 @pytest.fixture(scope="session")
-def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
-    """Every row that this run of the tests asks for, in its order."""
+def all_rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rows]]:
+    """Start on every row that this run of the tests asks for, in its order."""
     asked = [item.callspec.params.get("row") for item in request.session.items if hasattr(item, "callspec")]
-    rows = Rows(tmp_path_factory.mktemp("rows"), list(dict.fromkeys(row for row in asked if isinstance(row, str))))
+    names = list(dict.fromkeys(row for row in asked if isinstance(row, str)))
+    shares = [share for first in range(PROCESSES) if (share := names[first::PROCESSES])]
+    processes: list[Rows] = []
     try:
-        yield rows
+        for share in shares:
+            processes.append(Rows(tmp_path_factory.mktemp("rows"), share))
+        yield processes
     finally:
-        rows.close()
+        for process in processes:
+            process.close()
+
+
+@pytest.fixture
+def rows(all_rows: list[Rows], row: str) -> Rows:
+    """The process that serves this row."""
+    return next(process for process in all_rows if row in process.names)
