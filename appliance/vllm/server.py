@@ -13,14 +13,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from appliance import canary, configs
 from appliance.canary import CanaryRecord
 from appliance.checkpoint.contents import check_configs, read_configs
 from appliance.client import KeeperClient, RefusedError
-from appliance.errors import ConfigError, HostError, TrustError, error_of_status
+from appliance.errors import ApplianceError, ConfigError, HostError, TrustError, error_of_status
 from appliance.events import WARNING, event
 from appliance.fingerprint import Fingerprint
 from appliance.notify import Notifier
@@ -83,8 +83,9 @@ class _Server:
             began = time.monotonic()
             if self._until(self._healthy, "vLLM is starting"):
                 phases_s["vllm"] = time.monotonic() - began
-                self._ready(phases_s)
-                self._watch()
+                if self._answers(phases_s):
+                    self._ready(phases_s)
+                    self._watch()
             status = self._child.wait()
         finally:
             if self._child.poll() is None:
@@ -122,7 +123,6 @@ class _Server:
     def _ready(self, phases_s: dict[str, float]) -> None:
         outcomes = read_all(self._outcomes)
         worst = next((one for one in outcomes if one.verdict != "hit"), outcomes[0] if outcomes else Outcome("", -1))
-        phases_s["first_answer"] = self._first_answer()
         slowest = {f"worker.{name}": 0.0 for one in outcomes for name in one.phases_s}
         for one in outcomes:
             for name, seconds in one.phases_s.items():
@@ -137,23 +137,31 @@ class _Server:
         engine = self._target.model.engine
         self._notifier.ready(f"{worst.verdict}: serving {self._target.name} on {engine.host}:{engine.port}")
 
-    def _first_answer(self) -> float:
-        """Ask the canary's question, so that READY=1 means that the weights work; return the seconds that it took."""
-        model = self._target.model
-        began = time.monotonic()
+    def _answers(self, phases_s: dict[str, float]) -> bool:
+        """Ask the canary's question: READY=1 means that the weights work. False where vLLM is ending instead."""
+        name, began = self._target.name, time.monotonic()
         try:
-            tokens = canary.ask(self._base, self._target.name, api_key=self._key)
+            tokens = canary.ask(self._base, name, api_key=self._key)
         except HostError as error:
+            if self._child.poll() is not None or not self._healthy():
+                return False
             # An embedding model, say, completes nothing.
-            event(f"no canary for {self._target.name}: {error.message}", priority=WARNING, model=self._target.name)
-            return time.monotonic() - began
-        seconds = time.monotonic() - began
-        fingerprint = None if model.mode == "copy" else self._resident()
+            event(f"no canary for {name}: {error.message}", priority=WARNING, model=name)
+            return True
+        phases_s["first_answer"] = time.monotonic() - began
+        try:
+            self._record(tokens)
+        except (ApplianceError, OSError) as error:
+            event(f"the canary of {name} is not recorded: {error}", priority=WARNING, model=name)
+        return True
+
+    def _record(self, tokens: Sequence[int]) -> None:
+        """Keep the first engine's tokens on these weights."""
+        fingerprint = None if self._target.model.mode == "copy" else self._resident()
         if fingerprint is not None:
             record = CanaryRecord.of(self._target.manifest.directories.state, fingerprint)
             if record.load() is None:
                 record.save(tokens)
-        return seconds
 
     def _resident(self) -> Fingerprint | None:
         try:

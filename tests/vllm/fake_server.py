@@ -1,7 +1,8 @@
 """Stands in for `vllm serve`: listens where it is told to, and behaves as the folder in FAKE_FOLDER says.
 
 It leaves `started` (its arguments and environment) there, and `stopped` when a signal ended it. `sick` makes /health
-fail; `exit` holds a status to end with at once; `outcome` is what a worker of it found.
+fail; `exit` holds a status to end with at once, `dies` one to end with at the first question; `outcome` is what a worker
+of it found.
 """
 
 import json
@@ -25,6 +26,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
+        if (FOLDER / "dies").exists():
+            os._exit(int((FOLDER / "dies").read_text()))
         key = os.environ.get("FAKE_KEY", "")
         if key and self.headers.get("Authorization") != f"Bearer {key}":
             self._answer(401, {})

@@ -154,6 +154,12 @@ def test_its_exit_status_is_passed_on(engine: Engine, manager: ServiceManager) -
     assert not is_ready(manager)
 
 
+def test_one_that_dies_of_the_first_question_never_was_ready(engine: Engine, manager: ServiceManager) -> None:
+    engine.write("dies", "7")
+    assert engine.ended(manager)[0] == 7
+    assert not is_ready(manager)
+
+
 def test_what_a_worker_found_goes_before_an_exit_status_of_vllm(engine: Engine, manager: ServiceManager) -> None:
     outcome = Outcome("target", 0, verdict="refused", error="m.safetensors differs", exit_status=EXIT_TRUST)
     engine.write("outcome", json.dumps(asdict(outcome)))
