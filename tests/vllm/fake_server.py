@@ -1,8 +1,8 @@
 """Stands in for `vllm serve`: listens where it is told to, and behaves as the folder in FAKE_FOLDER says.
 
 It leaves `started` (its arguments and environment) there, and `stopped` when a signal ended it. `sick` makes /health
-fail; `exit` holds a status to end with at once, `dies` one to end with at the first question; `outcome` is what a worker
-of it found.
+fail; `exit` holds a status to end with at once, `dies` one to end with at the first question; `outcome` is what a
+worker of it found.
 """
 
 import json
