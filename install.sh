@@ -13,7 +13,7 @@ readonly share=/usr/local/share/appliance quadlets=/etc/containers/systemd
 readonly EX_USAGE=64 EX_UNAVAILABLE=69 EX_NOPERM=77
 readonly NEWEST_MINOR=13 OLDEST_MINOR=11
 
-# What the tests call, and the Debian package it comes in.
+# What the tests call, and the Debian package it comes in. numactl is for the library of it that vLLM links.
 readonly TEST_PROGRAMS="
 systemd-nspawn systemd-container
 debootstrap debootstrap
@@ -22,6 +22,7 @@ shellcheck shellcheck
 git git
 g++ g++
 openssl openssl
+numactl numactl
 "
 
 usage() {
