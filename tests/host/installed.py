@@ -16,6 +16,7 @@ from appliance.checkpoint.keys import generate_key, load_private_key
 from appliance.checkpoint.signature import sign
 from tests.host.machine import Completed, Machine
 from tests.host.root import Kind
+from tests.vllm.vllm_process import vllm_home
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SHIPPED = (
@@ -34,6 +35,7 @@ START_TIMEOUT_S = 120.0
 MODEL = "m"
 PORT, OTHER_PORT, HEALTH_PORT = 18001, 18002, 19001
 PYTHON_PLACE = "/opt/python"
+VLLM_PLACE = "/opt/vllm"
 MANIFEST = "/etc/appliance/appliance.yaml"
 APPLIED = "/var/lib/appliance-host/appliance.yaml"
 
@@ -152,6 +154,8 @@ def python_and_pip() -> dict[Path, str]:
     if not _is_debians():
         # Where its users cannot look, in somebody's home, it would be of no use to the appliance's user.
         binds[Path(sys.base_prefix)] = PYTHON_PLACE
+    for packages in (vllm_home().parent / "lib").glob("python3.*/site-packages"):
+        binds[packages] = VLLM_PLACE
     return binds
 
 
