@@ -26,6 +26,7 @@ from appliance.notify import Named, Notifier
 START_EXTENSION_S = 300.0
 HEALTH_RETRY_S = 5.0
 LEAVE_TIMEOUT_S = 90.0  # an engine finishes the answers that it has begun
+RENEWAL_S = 2.0  # in which every engine has leased anew what it got from the keeper before; it tries each half second
 
 
 class Keeper:
@@ -144,6 +145,7 @@ class Keeper:
             for difference in settings.target.differences(foreign[0].record.target):
                 event(f"resident weights are of another target: {difference}", model=self._model)
         self._progress("verifying the new checkpoint before the old weights go")
+        leases_known = asyncio.get_running_loop().time() + RENEWAL_S
         try:
             verified = await planned.verify(self._manifest, self._model, on_progress=self._progress)
         except ApplianceError as error:
@@ -157,8 +159,10 @@ class Keeper:
         if verified.target != settings.target:
             self._refuse("the checkpoint or the manifest changed while it was verified: restart this keeper")
             return
-        if leased := [shard for shard in foreign if shard.record.device in verified.crowded]:
-            await self._clear(leased)
+        if crowding := [shard for shard in foreign if shard.record.device in verified.crowded]:
+            # Where all was verified before, this keeper is quicker than they are.
+            await asyncio.sleep(max(0.0, leases_known - asyncio.get_running_loop().time()))
+            await self._clear(crowding)
         taken = [shard for shard in foreign if self._holdings.take(shard.slot) is not None]
         self._holdings.lay_out(settings.slots)
         await asyncio.to_thread(self._custody.drop, *taken)
