@@ -7,7 +7,7 @@ from pathlib import Path
 
 from appliance.errors import ApplianceError, HostError
 from appliance.host.plan import Action, Change, Plan
-from appliance.host.systemctl import RELOAD_TIMEOUT_S, START_TIMEOUT_S, systemctl
+from appliance.host.systemctl import NOT_LOADED, RELOAD_TIMEOUT_S, START_TIMEOUT_S, systemctl
 from appliance.host.unit_text import Link
 
 
@@ -59,7 +59,10 @@ def _act(action: Action, tell: Callable[[str], None], *, wait: bool) -> Applianc
     with contextlib.suppress(ApplianceError):  # it was never loaded
         systemctl("reset-failed", action.unit, timeout_s=RELOAD_TIMEOUT_S)
     try:
-        systemctl(*([] if wait else ["--no-block"]), str(action.verb), action.unit, timeout_s=START_TIMEOUT_S)
+        # What was stopped before, and is not installed any more, is not even loaded.
+        accept = (0, NOT_LOADED) if action.verb == "stop" else (0,)
+        block = [] if wait else ["--no-block"]
+        systemctl(*block, str(action.verb), action.unit, timeout_s=START_TIMEOUT_S, accept=accept)
     except ApplianceError as error:
         return error
     return None

@@ -67,7 +67,8 @@ def watching(manifest: Path) -> Iterator[Terminal]:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
         process = subprocess.Popen(
             # A session of its own, so that the terminal becomes its controlling one, and Ctrl-C a signal.
-            ["setsid", "--ctty", *argv],
+            # What runs the tests may have ignored that signal, and children inherit it.
+            ["env", "--default-signal=INT", "setsid", "--ctty", *argv],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
