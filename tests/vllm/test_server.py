@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -192,10 +193,17 @@ def test_the_watchdog_is_fed_while_it_is_healthy_and_no_longer(engine: Engine, m
         engine.write("sick")
         asked = engine.folder / "asked-while-sick"
         # Two refusals: whatever was fed because of an earlier answer has arrived after the first.
-        manager.wait_for(lambda manager: asked.exists() and len(asked.read_text()) > 1)
+        wait_for_size(asked, 2)
         fed = manager_heard(manager, "WATCHDOG=1")
-        manager.wait_for(lambda manager: len(asked.read_text()) > 5)
+        wait_for_size(asked, 6)
         assert manager_heard(manager, "WATCHDOG=1") == fed
+
+
+def wait_for_size(file: Path, size_bytes: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not file.exists() or file.stat().st_size < size_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("arguments", [["--api-key", "secret"], ["--api-key=secret"]])
