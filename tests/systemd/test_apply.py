@@ -15,12 +15,16 @@ CHANGES = (
     Change(PurePosixPath("etc/link"), Link("/there"), None),
 )
 
-# Writes down each call; fails where a file of that name says so.
+# Writes down each call; fails where a file of that name says so, with the status in it or 1.
 SYSTEMCTL = """#!/bin/sh
 shift
 echo "$*" >>"$CALLS/calls"
 for word; do
-    if [ -e "$CALLS/fails-$word" ]; then echo "no: $word" >&2; exit 1; fi
+    if [ -e "$CALLS/fails-$word" ]; then
+        echo "no: $word" >&2
+        read -r status <"$CALLS/fails-$word"
+        exit "${status:-1}"
+    fi
 done
 """
 
@@ -104,3 +108,10 @@ def test_one_unit_that_does_not_start_keeps_no_other_from_it_and_its_engine_is_n
     said = (calls / "calls").read_text().splitlines()
     assert "--no-block start engine@m.service" in said and "start weights@n.service" in said
     assert (root / OLD).read_text() == "after\n", "the files are as the manifest says"
+
+
+def test_what_was_stopped_and_unloaded_before_counts_as_stopped_and_cannot_be_started(root: Path, calls: Path) -> None:
+    (calls / "fails-checkpoint@m.path").write_text("5\n")
+    apply(Plan(CHANGES, (Action("checkpoint@m.path", Verb.STOP, "gone"),)), root, tell=lambda text: None)
+    with pytest.raises(HostError, match=r"start checkpoint@m\.path"):
+        apply(Plan((), (Action("checkpoint@m.path", Verb.START, "new"),)), root, tell=lambda text: None)
