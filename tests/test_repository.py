@@ -36,6 +36,7 @@ PARTS = (
         "notify",
         "events",
         "turns",
+        "lifeline",
         "gpus",
         "inventory",
         "tenants",

@@ -1,8 +1,6 @@
 """`python -m appliance.loader --manifest FILE --model NAME`: what a keeper runs to fill its slots."""
 
 import argparse
-import ctypes
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -10,10 +8,10 @@ from pathlib import Path
 from appliance.client import KeeperClient, RefusedError
 from appliance.errors import ApplianceError
 from appliance.events import ERROR, event
+from appliance.lifeline import end_with_parent
 from appliance.target import read_target
 from appliance.verdict import Reason
 
-PR_SET_PDEATHSIG = 1
 CONNECT_TIMEOUT_S = 30.0
 
 
@@ -24,7 +22,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()
     # Without its keeper a loader fills memory that nobody will ever get.
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     try:
         return _load(arguments.manifest, arguments.model)
     except ApplianceError as error:

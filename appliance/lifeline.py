@@ -1,0 +1,11 @@
+"""A child that is of no use without its parent ends with it."""
+
+import ctypes
+import signal
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends; prctl(2). Kept across exec, not fork."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
