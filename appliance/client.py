@@ -244,6 +244,14 @@ class KeeperClient:
             raise PeerError(f"lost the keeper at {self._path}: {error.strerror or error}") from error
 
 
+def resident_fingerprint(path: Path) -> Fingerprint:
+    """Return what the keeper at this socket holds for the model's first rank; RefusedError where that is nothing."""
+    with KeeperClient.connect(path) as client:
+        described = client.describe(role="target", rank=0, wait_s=0)
+    described.configs.close()
+    return described.record.fingerprint
+
+
 def _way_in() -> str:
     """Return what to set for this process to be in the keeper's group."""
     whole = ["0", "0", str(2**32 - 1)]

@@ -128,7 +128,7 @@ def container_settings(
             yield "Container", "AddDevice", f"nvidia.com/gpu={gpu.uuid}"
     if engine.cpus:
         yield "Container", "PodmanArgs", f"--cpuset-cpus={','.join(map(str, sorted(engine.cpus)))}"
-    yield "Container", "HealthCmd", f"python3 -m appliance.engine.alive {_url(engine.host, engine.port)}"
+    yield "Container", "HealthCmd", f"python3 -m appliance.engine.alive {engine.base_url}/health"
 
 
 def _folders(model: Model, name: str, manifest: Manifest) -> Iterator[tuple[PurePosixPath | Path, str]]:
@@ -142,9 +142,3 @@ def _folders(model: Model, name: str, manifest: Manifest) -> Iterator[tuple[Pure
         yield directories.runtime / name, ":ro"
     if directories.state != default.state:
         yield directories.state, ""
-
-
-def _url(host: str, port: int) -> str:
-    # Whoever listens everywhere listens here.
-    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
-    return f"http://{here}:{port}/health"

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from appliance.canary import CanaryRecord, ask, get
-from appliance.client import KeeperClient
+from appliance.client import KeeperClient, resident_fingerprint
 from appliance.errors import HostError, TrustError
-from appliance.fingerprint import Fingerprint
 from appliance.host.systemctl import systemctl
 from appliance.host.unit_files import unit_name
 from appliance.manifest.schema import Manifest
@@ -28,10 +27,9 @@ def restart(manifest: Manifest, name: str, *, tell: Callable[[str], None]) -> Ti
 
     HostError where it does not come back attached; TrustError where its greedy tokens are not the recorded ones.
     """
-    settings = manifest.model(name).engine
-    base = f"http://{settings.host}:{settings.port}"
+    base = manifest.model(name).engine.base_url
     timeline = Timeline()
-    record = CanaryRecord.of(manifest.directories.state, _resident_fingerprint(manifest, name))
+    record = CanaryRecord.of(manifest.directories.state, resident_fingerprint(manifest.socket_path(name)))
     expected = record.load()
     began = time.monotonic()
     tell(f"draining and restarting {unit_name('engine', name)}")
@@ -66,10 +64,3 @@ def _attachment(manifest: Manifest, name: str, base: str) -> tuple[str, dict[str
         if lease["client"] == f"engine@{name}":
             return str(lease["verdict"]), dict(lease["phases_s"])
     raise HostError(f"{name}: the keeper knows of no engine that has its weights", hint=f"appliance status {name}")
-
-
-def _resident_fingerprint(manifest: Manifest, name: str) -> Fingerprint:
-    with KeeperClient.connect(manifest.socket_path(name)) as client:
-        described = client.describe(role="target", rank=0, wait_s=0)
-    described.configs.close()
-    return described.record.fingerprint

@@ -93,6 +93,12 @@ class Engine(Settings):
     cpus: Cpus = Field(default=(), description='CPUs it may run on, like "0-3,8"; left out, all')
 
     @property
+    def base_url(self) -> str:
+        """Return where the engine is asked from its own host: whoever listens everywhere listens here."""
+        here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host)  # noqa: S104
+        return f"http://{here or (f'[{self.host}]' if ':' in self.host else self.host)}:{self.port}"
+
+    @property
     def thread_environment(self) -> dict[str, str]:
         """Return the environment variables that say how many threads compute; none where the engine decides."""
         return {} if self.threads is None else dict.fromkeys(THREAD_VARIABLES, str(self.threads))

@@ -19,10 +19,9 @@ from pathlib import Path
 from appliance import canary, configs
 from appliance.canary import CanaryRecord
 from appliance.checkpoint.contents import check_configs, read_configs
-from appliance.client import KeeperClient, RefusedError
+from appliance.client import KeeperClient, RefusedError, resident_fingerprint
 from appliance.errors import ApplianceError, ConfigError, HostError, TrustError, error_of_status
 from appliance.events import WARNING, event
-from appliance.fingerprint import Fingerprint
 from appliance.notify import Notifier
 from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.arguments import serve_arguments
@@ -71,8 +70,7 @@ class _Server:
         self._outcomes = outcomes
         self._notifier = notifier
         self._stopping = False
-        engine = target.model.engine
-        self._base = f"http://{f'[{engine.host}]' if ':' in engine.host else engine.host}:{engine.port}"
+        self._base = target.model.engine.base_url
         self._key = _api_key(arguments, environ)
         self._child = subprocess.Popen([sys.executable, "-m", "appliance.vllm.command_line", *arguments], env=environ)
 
@@ -157,20 +155,15 @@ class _Server:
 
     def _record(self, tokens: Sequence[int]) -> None:
         """Keep the first engine's tokens on these weights."""
-        fingerprint = None if self._target.model.mode == "copy" else self._resident()
-        if fingerprint is not None:
-            record = CanaryRecord.of(self._target.manifest.directories.state, fingerprint)
-            if record.load() is None:
-                record.save(tokens)
-
-    def _resident(self) -> Fingerprint | None:
+        if self._target.model.mode == "copy":
+            return  # its shard may be gone
         try:
-            with KeeperClient.connect(self._target.socket_path) as client:
-                described = client.describe(role="target", rank=0, wait_s=0)
+            fingerprint = resident_fingerprint(self._target.socket_path)
         except RefusedError:
-            return None
-        described.configs.close()
-        return described.record.fingerprint
+            return
+        record = CanaryRecord.of(self._target.manifest.directories.state, fingerprint)
+        if record.load() is None:
+            record.save(tokens)
 
     def _watch(self) -> None:
         interval_s = (self._notifier.watchdog_s or DEFAULT_WATCHDOG_S) / 3

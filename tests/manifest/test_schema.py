@@ -82,3 +82,17 @@ def test_cpus_are_a_sorted_list_of_numbers(cpus: object, numbers: tuple[int, ...
 )
 def test_one_host_has_one_spelling(host: str, stored: str) -> None:
     assert Engine(port=1, host=host).host == stored
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8001"),
+        ("0.0.0.0", "http://127.0.0.1:8001"),
+        ("::", "http://[::1]:8001"),
+        ("::1", "http://[::1]:8001"),
+        ("engine.internal", "http://engine.internal:8001"),
+    ],
+)
+def test_an_engine_is_asked_where_it_listens(host: str, url: str) -> None:
+    assert Engine(host=host, port=8001).base_url == url

@@ -52,7 +52,7 @@ def engine() -> Iterator[tuple[int, dict[str, Any]]]:
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(restarts, "systemctl", lambda *words, timeout_s: said.append(" ".join(words)))
-    monkeypatch.setattr(restarts, "_resident_fingerprint", lambda manifest, name: FINGERPRINT)
+    monkeypatch.setattr(restarts, "resident_fingerprint", lambda path: FINGERPRINT)
     return said
 
 
