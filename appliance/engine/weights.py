@@ -19,10 +19,8 @@ from appliance.handover.device import device_facts
 from appliance.handover.source import Loaded
 from appliance.handover.terms import terms_of
 from appliance.handover.weights import Weights
-from appliance.target import Target
+from appliance.target import TARGET, Target
 from appliance.tensors.homes import Stage
-
-ROLE: Final = "target"
 
 
 def obtain(target: Target, *, client_name: str, on_progress: Callable[[str], None] = lambda text: None) -> Weights:
@@ -42,7 +40,7 @@ def load_and_donate(target: Target, client: KeeperClient, *, client_name: str) -
 class BuiltinSource:
     """One model's weights as transformers makes them; configs are unpacked below `folder` for as long as it is used."""
 
-    role: Final = ROLE
+    role: Final = TARGET
     rank: Final = RANK
     stages: tuple[Stage, ...] = ("loaded",)  # transformers has nothing left to do to the weights once they are loaded
     opaque: Collection[type] = ()

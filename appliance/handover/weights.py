@@ -144,7 +144,7 @@ class _Taker:
             client.report(refused(Reason.FILE_DIFFERS, str(error)), {})
             raise
         checked = time.monotonic()
-        stage = _stage(record)
+        stage = stage_of(record)
         fingerprint = fingerprint_of(terms.target(record), source, files, stage)
         configured = time.monotonic()
         slabs = client.attach(role=source.role, rank=source.rank, client=self.name, fingerprint=fingerprint)
@@ -295,7 +295,8 @@ class _Taker:
         return verdict.reason in (Reason.NOT_RESIDENT, Reason.LOADER_FAILED, Reason.FINGERPRINT_DIFFERS)
 
 
-def _stage(record: ShardRecord) -> Stage:
+def stage_of(record: ShardRecord) -> Stage:
+    """Return the stage at which a shard was taken; PeerError where it says none."""
     for stage in STAGES:
         if record.fingerprint.get("stage") == stage:
             return stage

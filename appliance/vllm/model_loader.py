@@ -17,7 +17,7 @@ from appliance.target import TARGET
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
 from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_writers
-from appliance.vllm.source import VllmSource, role_of
+from appliance.vllm.source import VllmSource, load_device, role_of, uuid_of
 
 # For as long as the process lives: what is mapped has to be leased.
 _LEASES: list[Lease] = []
@@ -78,12 +78,12 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
         assigned = assignment(
             os.environ, self.load_config.model_loader_extra_config or {}, model_path=vllm_config.model_config.model
         )
-        source = VllmSource(vllm_config, vllm_config.model_config, prefix="", target=assigned.target)
         if assigned.loads:
             return 0  # a loader computes nothing, and is given no memory to divide
         with KeeperClient.connect(assigned.terms.socket_path, timeout_s=assigned.terms.wait_s) as client:
             slots = client.status()["shards"]
-        return sum(slot["size_bytes"] for slot in slots if slot["device"] == source.device)
+        device = uuid_of(load_device(vllm_config))
+        return sum(slot["size_bytes"] for slot in slots if slot["device"] == device)
 
 
 def _end_the_engine() -> None:

@@ -26,7 +26,7 @@ from appliance.checkpoint.identity import Identity
 from appliance.errors import EXIT_TRUST, ApplianceError
 from appliance.events import ERROR, event
 from appliance.handover.source import Source
-from appliance.handover.weights import obtain
+from appliance.handover.weights import obtain, stage_of
 from appliance.target import Target, read_target
 from appliance.tensors.comparison import differences
 from appliance.tensors.homes import Stage
@@ -131,7 +131,7 @@ class Comparison:
         source = VllmSource(self.vllm_config, self.model_config, prefix="", target=assigned.target)
         weights = obtain(assigned.terms, _Unfinished(source), client_name="parity")
         try:
-            stage: Stage = "processed" if weights.record.fingerprint.get("stage") == "processed" else "loaded"
+            stage = stage_of(weights.record)
             loaded = source.load(stage, lambda text: None)
             return stage, differences(loaded.module, weights.module, opaque=source.opaque)
         finally:

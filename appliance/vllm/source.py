@@ -53,9 +53,8 @@ class VllmSource:
         self._layers: MutableMapping[torch.nn.Module, _Layers] = weakref.WeakKeyDictionary()
         self.role = role_of(vllm_config, model_config)
         self.rank = _rank(vllm_config.parallel_config)
-        load_device = vllm_config.load_config.device
-        self._device = torch.device(vllm_config.device_config.device if load_device is None else load_device)
-        self.device = _uuid(self._device)
+        self._device = load_device(vllm_config)
+        self.device = uuid_of(self._device)
         # Taken now: what builds a model also changes its configuration.
         self._facts = facts(vllm_config, model_config, device=self.device)
 
@@ -189,7 +188,14 @@ def _rank(parallel_config: Any) -> int:
     return int(replica * per_replica + parallel_config.rank % per_replica)
 
 
-def _uuid(device: torch.device) -> str:
+def load_device(vllm_config: Any) -> torch.device:
+    """Return where vLLM wants this worker's weights."""
+    chosen = vllm_config.load_config.device
+    return torch.device(vllm_config.device_config.device if chosen is None else chosen)
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return `cpu`, or the UUID of a GPU."""
     if device.type == CPU:
         return CPU
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -24,11 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from appliance.inventory import Gpu, gpus
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.environment import environment
+from bench.gpu.sampler import used_bytes
 from tests.sites import MODEL, Site
 
 PORT = 18010
+NONE = Gpu(0, "", "")
 READY_TIMEOUT_S = 420.0
 STOP_TIMEOUT_S = 90.0
 PROMPT = "The capital of France is"
@@ -119,13 +122,7 @@ def started(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterator
 
 def used_mib() -> int:
     """Return the memory in use on the first GPU, 0 where there is none."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used >> 20)
-    except Exception:  # of NVML, or the module itself
-        return 0
+    return used_bytes(next(iter(gpus()), NONE).uuid) >> 20
 
 
 def _wait(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
