@@ -2,10 +2,12 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 
-from appliance.descriptors import Descriptor, close_all
+from appliance.descriptors import ROOM, Descriptor, close_all
 from tests.descriptors import count_descriptors
 
 
@@ -76,3 +78,29 @@ def test_close_all_closes_all() -> None:
     close_all(descriptors)
     assert count_descriptors() == before
     assert all(descriptor.closed for descriptor in descriptors)
+
+
+def table_size(*, limit: int | None = None) -> tuple[int, int]:
+    """Return how many descriptors a process has room for (FDSize of proc_pid_status(5)) and open, once it made room."""
+    limited = (
+        "" if limit is None else f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n"
+    )
+    code = (
+        f"import os; from appliance.descriptors import make_room\n{limited}make_room()\n"
+        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('FDSize')],"
+        " len(os.listdir('/proc/self/fd')) - 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    slots, opened = map(int, done.stdout.split())
+    return slots, opened
+
+
+def test_room_is_made_before_it_is_needed_and_nothing_stays_open() -> None:
+    slots, opened = table_size()
+    assert slots >= ROOM
+    assert opened == 3
+
+
+def test_a_limit_of_open_files_below_that_is_no_error() -> None:
+    slots, _ = table_size(limit=100)
+    assert slots < ROOM

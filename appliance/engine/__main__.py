@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from appliance.canary import MAX_TOKENS, PROMPT, CanaryRecord
 from appliance.client import RefusedError
+from appliance.descriptors import make_room
 from appliance.engine.imports import import_heavy_modules
 from appliance.errors import ApplianceError, TrustError
 from appliance.events import ERROR, WARNING, event
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()
     notifier = Notifier(os.environ)
+    make_room()
     try:
         return _serve(arguments.manifest, arguments.model, notifier=notifier, started=started)
     except ApplianceError as error:

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from appliance.client import KeeperClient, RefusedError
+from appliance.descriptors import make_room
 from appliance.errors import ApplianceError
 from appliance.events import ERROR, event
 from appliance.lifeline import end_with_parent
@@ -23,6 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
     # Without its keeper a loader fills memory that nobody will ever get.
     end_with_parent()
+    make_room()
     try:
         return _load(arguments.manifest, arguments.model)
     except ApplianceError as error:

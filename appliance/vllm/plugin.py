@@ -7,6 +7,8 @@ def register() -> None:
     """Make `--load-format appliance` known to this process; doing it again changes nothing."""
     from vllm.model_executor.model_loader import register_model_loader
 
+    from appliance.descriptors import make_room
     from appliance.vllm.model_loader import ApplianceModelLoader
 
+    make_room()
     register_model_loader(LOAD_FORMAT)(ApplianceModelLoader)

@@ -16,7 +16,7 @@ import torch
 from appliance import collector
 from appliance import layout as layouts
 from appliance.client import KeeperClient
-from appliance.descriptors import close_all
+from appliance.descriptors import close_all, make_room
 from appliance.slabs.devices import backend
 from appliance.slabs.interface import Backend, Mapping
 from appliance.tensors.attachment import attach
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--hold", action="store_true")
     args = parser.parse_args()
     rig = read_rig(args.rig)
+    make_room()
     started = time.monotonic()
     with prepared():
         context_ms = 1e3 * (time.monotonic() - started)
