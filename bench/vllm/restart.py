@@ -1,8 +1,9 @@
 """What a restart of vLLM costs, phase by phase: attached to a keeper's weights, and reading them from disk.
 
-    python -m bench.vllm.restart --out DIR --work DIR --checkpoint DIR [--rounds 2] [--gpu] [-- ARGUMENT...]
+    python -m bench.vllm.restart --out DIR --work DIR --checkpoint DIR [--rounds 2] [--gpu] [--preload] [-- ARGUMENT...]
 
-The same folder is served both ways, so that both find the same compiled graphs; what is compiled at first is no part of
+With --preload also from vLLM's own weight cache, which wants a GPU and vLLM 0.31 or later. The same folder is served in
+every way, so that all find the same compiled graphs; what is compiled at first is no part of
 the figures. DIR gets results.json, a table, and every line of every engine with its time.
 """
 
@@ -28,6 +29,7 @@ from appliance.inventory import Gpu, gpus
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.environment import environment
 from bench.gpu.sampler import used_bytes
+from bench.vllm.preload import cached_arguments, preloaded
 from tests.sites import MODEL, Site
 
 PORT = 18010
@@ -200,6 +202,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--preload", action="store_true", help="measure vLLM's own weight cache too")
     parser.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE", help="of vLLM")
     parser.add_argument("arguments", nargs="*", help="of vLLM, after --")
     given = parser.parse_args()
@@ -212,7 +215,7 @@ def main() -> int:
     target = site.target()
     environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     attach = [sys.executable, "-m", "appliance.engine", "--manifest", str(site.manifest), "--model", MODEL]
-    starts: dict[str, list[Start]] = {"attached": [], "from disk": []}
+    starts: dict[str, list[Start]] = {"attached": []}
     results: dict[str, Any] = {"checkpoint_bytes": sum(path.stat().st_size for path in given.checkpoint.iterdir())}
     with keeping(site, out / "keeper.txt") as resident_s:
         results |= {"resident_s": round(resident_s, 2), "resident_mib": used_mib()}
@@ -221,16 +224,30 @@ def main() -> int:
                 starts["attached"].append(start)
     # The weights are linked there beside the configs.
     folder = target.manifest.directories.state / "configs" / target.identity.root_digest
-    arguments = [*serve_arguments(target.name, target.model, configs=folder), "--load-format", "safetensors"]
-    read = [sys.executable, "-m", "appliance.vllm.command_line", *arguments]
-    for number in range(given.rounds):
-        with started(read, {**environ, **environment(target, site.manifest)}, out / f"disk-{number}.txt") as start:
-            starts["from disk"].append(start)
-    results |= summary(starts)
-    (out / "results.json").write_text(json.dumps(results, indent=1))
-    (out / "table.md").write_text(shown(results) + "\n")
-    print(shown(results), flush=True)
-    return 0 if results["same_text"] else 1
+    serve = [sys.executable, "-m", "appliance.vllm.command_line"]
+    serve += serve_arguments(target.name, target.model, configs=folder)
+    environ |= environment(target, site.manifest)
+
+    def measure(kind: str, *arguments: str) -> None:
+        starts[kind] = []
+        for number in range(given.rounds):
+            with started([*serve, *arguments], environ, out / f"{kind.replace(' ', '-')}-{number}.txt") as start:
+                starts[kind].append(start)
+
+    def tell() -> None:
+        (out / "results.json").write_text(json.dumps(results | summary(starts), indent=1))
+        (out / "table.md").write_text(shown(summary(starts)) + "\n")
+
+    measure("from disk", "--load-format", "safetensors")
+    tell()
+    if given.preload:
+        sockets = given.work / "sockets"
+        with preloaded(folder, given.arguments, environ, sockets=sockets, log=out / "preload.txt") as preloaded_s:
+            results |= {"preloaded_s": round(preloaded_s, 2), "preloaded_mib": used_mib()}
+            measure("vllm preload", *cached_arguments(sockets))
+        tell()
+    print(shown(summary(starts)), flush=True)
+    return 0 if summary(starts)["same_text"] else 1
 
 
 if __name__ == "__main__":
