@@ -1,4 +1,4 @@
-"""Who holds each GPU's memory: keepers, their engines, and strangers. What keepers tell, beside what NVML tells."""
+"""Who holds each GPU's memory: keepers, their engines and loaders, strangers. What keepers tell beside what NVML tells."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,14 @@ class Tenant:
 class Tenancy:
     """One GPU's memory: what keepers hold there, by model, and the processes that use it.
 
-    `engines` have a lease with a keeper, `strangers` have none. NVML counts a process's own memory, and not what it has
-    mapped of a keeper's.
+    `engines` have a lease with a keeper, `loaders` fill what will be one's, `strangers` do neither. NVML counts a
+    process's own memory, and not what it has mapped of a keeper's.
     """
 
     state: GpuState
     kept_bytes: Mapping[str, int]
     engines: tuple[Tenant, ...]
+    loaders: tuple[Tenant, ...]
     strangers: tuple[Tenant, ...]
 
     @property
@@ -49,6 +50,7 @@ class Tenancy:
             "free_bytes": state.free_bytes,
             "kept_bytes": dict(self.kept_bytes),
             "engines": [tenant.to_json() for tenant in self.engines],
+            "loaders": [tenant.to_json() for tenant in self.loaders],
             "strangers": [tenant.to_json() for tenant in self.strangers],
             "other_bytes": self.other_bytes,
         }
@@ -57,15 +59,28 @@ class Tenancy:
 def tenancies(states: Sequence[GpuState], keepers: Mapping[str, Mapping[str, Any]]) -> tuple[Tenancy, ...]:
     """Return who is on each GPU; `keepers` are the status of each model's keeper, as it tells it."""
     leased = {lease["pid"]: lease["client"] for keeper in keepers.values() for lease in keeper["leases"]}
-    return tuple(_tenancy(state, keepers, leased) for state in states)
+    # A keeper of an older release tells of none.
+    loading = {one["pid"]: one["client"] for keeper in keepers.values() for one in keeper.get("loaders", ())}
+    return tuple(_tenancy(state, keepers, leased, loading) for state in states)
 
 
-def _tenancy(state: GpuState, keepers: Mapping[str, Mapping[str, Any]], leased: Mapping[int, str]) -> Tenancy:
+def _tenancy(
+    state: GpuState,
+    keepers: Mapping[str, Mapping[str, Any]],
+    leased: Mapping[int, str],
+    loading: Mapping[int, str],
+) -> Tenancy:
     kept: dict[str, int] = {}
     for model, keeper in keepers.items():
         for shard in keeper["shards"]:
             if state.place(shard["device"]) is not None:
                 kept[model] = kept.get(model, 0) + shard["size_bytes"]
-    engines = [Tenant(leased[one.pid], one.pid, one.used_bytes) for one in state.processes if one.pid in leased]
-    strangers = [Tenant("", one.pid, one.used_bytes) for one in state.processes if one.pid not in leased]
-    return Tenancy(state, kept, tuple(engines), tuple(strangers))
+    engines, loaders, strangers = [], [], []
+    for one in state.processes:
+        if one.pid in leased:
+            engines.append(Tenant(leased[one.pid], one.pid, one.used_bytes))
+        elif one.pid in loading:
+            loaders.append(Tenant(loading[one.pid], one.pid, one.used_bytes))
+        else:
+            strangers.append(Tenant("", one.pid, one.used_bytes))
+    return Tenancy(state, kept, tuple(engines), tuple(loaders), tuple(strangers))

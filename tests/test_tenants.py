@@ -17,10 +17,11 @@ from appliance.tenants import tenancies
 from tests.test_gpus import GIB, FakeNvml
 
 
-def keeper(*shards: tuple[str, int], pids: tuple[int, ...] = ()) -> dict[str, Any]:
+def keeper(*shards: tuple[str, int], pids: tuple[int, ...] = (), loaders: tuple[int, ...] = ()) -> dict[str, Any]:
     return {
         "shards": [{"device": device, "size_bytes": size_bytes} for device, size_bytes in shards],
         "leases": [{"pid": pid, "client": f"engine@{pid}"} for pid in pids],
+        "loaders": [{"pid": pid, "client": f"loader@{pid}"} for pid in loaders],
     }
 
 
@@ -33,6 +34,25 @@ def test_memory_is_told_apart_by_who_holds_it() -> None:
     assert [(one.pid, one.used_bytes) for one in first.strangers] == [(7, 2 * GIB)]
     # 30 GiB are in use: 12 kept, 10 by processes.
     assert first.other_bytes == 8 * GIB
+
+
+def test_a_process_that_fills_a_slot_is_no_stranger() -> None:
+    [tenancy, _] = tenancies(gpu_states(FakeNvml()), {"a": keeper(loaders=(7, 8))})
+    assert [(one.name, one.pid, one.used_bytes) for one in tenancy.loaders] == [("loader@7", 7, 2 * GIB)]
+    assert [one.pid for one in tenancy.strangers] == [42]
+    assert tenancy.to_json()["loaders"] == [{"name": "loader@7", "pid": 7, "used_bytes": 2 * GIB}]
+
+
+def test_a_process_that_fills_one_slot_and_leases_another_is_an_engine() -> None:
+    [tenancy, _] = tenancies(gpu_states(FakeNvml()), {"a": keeper(pids=(7,), loaders=(7,))})
+    assert ([one.pid for one in tenancy.engines], tenancy.loaders) == ([7], ())
+
+
+def test_a_keeper_of_an_older_release_tells_of_no_loaders() -> None:
+    older = keeper(pids=(7,))
+    del older["loaders"]
+    [tenancy, _] = tenancies(gpu_states(FakeNvml()), {"a": older})
+    assert [one.pid for one in tenancy.strangers] == [42]
 
 
 def test_what_is_kept_on_a_part_is_kept_on_its_gpu() -> None:
@@ -63,11 +83,13 @@ def manifest(tmp_path: Path) -> Any:
 
 def test_the_status_lists_each_gpu(monkeypatch: pytest.MonkeyPatch, manifest: Any) -> None:
     monkeypatch.setattr(gpus, "_load_nvml", FakeNvml)
+    loading = {"state": "loading", "size_bytes": 0, "verdicts": []} | keeper(loaders=(7,))
+    monkeypatch.setattr(command, "_ask", lambda path: loading)
     found = command.gather(manifest)
     json.dumps(found)
     assert (len(found["gpus"]), found["gpus_unknown"]) == (2, "")
     text = shown(found)
-    for words in ("GPU", "0 (NVIDIA H200)", "109 GiB", "140 GiB", "(pid 42) 8 GiB", "20 GiB"):
+    for words in ("GPU", "0 (NVIDIA H200)", "109 GiB", "140 GiB", "loader@7 (pid 7) 2 GiB", "(pid 42) 8 GiB", "20 GiB"):
         assert words in text
 
 

@@ -10,7 +10,7 @@ from appliance.quantities import format_size
 def gpu_table(gpus: list[dict[str, Any]]) -> Table:
     """Return a table of what `tenants.Tenancy.to_json` says of each GPU."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("GPU", "FREE", "TOTAL", "KEPT", "ENGINES", "STRANGERS", "OTHER"):
+    for column in ("GPU", "FREE", "TOTAL", "KEPT", "ENGINES", "LOADERS", "STRANGERS", "OTHER"):
         table.add_column(column, overflow="fold")
     for gpu in gpus:
         kept = ", ".join(f"{model} {format_size(size)}" for model, size in gpu["kept_bytes"].items())
@@ -20,6 +20,7 @@ def gpu_table(gpus: list[dict[str, Any]]) -> Table:
             format_size(gpu["total_bytes"]),
             kept or "-",
             _tenants(gpu["engines"]),
+            _tenants(gpu["loaders"]),
             _tenants(gpu["strangers"]),
             _size(gpu["other_bytes"]),
         )

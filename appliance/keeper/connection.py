@@ -62,6 +62,10 @@ class Connection:
         # Whether the client was told what to compare its files with, which may take it minutes.
         self.described = False
 
+    @property
+    def pid(self) -> int:
+        return self.peer.pid
+
     async def receive(self) -> wire.Packet | None:
         """Return the next packet, None when the client is gone; PeerError when it broke the protocol."""
         while True:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from appliance.keeper.settings import Slot
 from appliance.keeper.shard import Shard
@@ -15,6 +15,7 @@ from appliance.verdict import Outcome, Verdict
 SlotKey = tuple[str, int]
 REMEMBERED_VERDICTS = 20
 SHOWN_SLABS = 20
+LOADER = "loader"
 
 
 class State(StrEnum):
@@ -34,6 +35,16 @@ class Scrub:
 
     def to_json(self) -> dict[str, Any]:
         return {"time": self.time, "damaged": list(self.damaged[:SHOWN_SLABS])}
+
+
+class Donor(Protocol):
+    """Whoever fills slots: `client` is what it calls itself, `pid` what the kernel says."""
+
+    @property
+    def client(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -65,21 +76,23 @@ class Lease:
 class Holdings:
     """The slots of one model. Shards put in are owned here until they are taken out.
 
-    `progress` is what goes on now, `trouble` what went wrong last, `refusal` why the checkpoint on disk may not be
-    loaded. `clearing` is why whoever leases a shard must end, while there is no room for what replaces it beside it.
-    After an eviction nothing is loaded until somebody donates: the operator wants the memory.
+    `loader_pid` is the child that runs to fill slots. `progress` is what goes on now, `trouble` what went wrong last,
+    `refusal` why the checkpoint on disk may not be loaded. `clearing` is why whoever leases a shard must end, while
+    there is no room for what replaces it beside it. After an eviction nothing is loaded until somebody donates: the
+    operator wants the memory.
     """
 
     def __init__(self) -> None:
         self._slots: dict[SlotKey, Slot] = {}
         self._shards: dict[SlotKey, Shard] = {}
-        self._donors: dict[SlotKey, object] = {}
+        self._donors: dict[SlotKey, Donor] = {}
         self._changed = asyncio.Event()
         self.leases: set[Lease] = set()
         self.verdicts: deque[dict[str, Any]] = deque(maxlen=REMEMBERED_VERDICTS)
         self.verdict_counts: Counter[tuple[str, str]] = Counter()
         self.scrub_counts: Counter[str] = Counter()
         self._scrubs: dict[str, Scrub] = {}
+        self.loader_pid: int | None = None
         self.progress = ""
         self.trouble = ""
         self.refusal = ""
@@ -157,14 +170,19 @@ class Holdings:
     def leased(self, shard: Shard) -> list[Lease]:
         return [lease for lease in self.leases if lease.shard_id == shard.record.shard_id]
 
-    def donor(self, key: SlotKey) -> object | None:
+    def donor(self, key: SlotKey) -> Donor | None:
         """Return whoever fills this slot now."""
         return self._donors.get(key)
 
-    def is_donor(self, donor: object) -> bool:
+    def is_donor(self, donor: Donor) -> bool:
         return any(filling is donor for filling in self._donors.values())
 
-    def set_donor(self, key: SlotKey, donor: object) -> None:
+    def loaders(self) -> dict[int, str]:
+        """Return the processes that fill slots or are about to, by process id, and what they call themselves."""
+        child = {} if self.loader_pid is None else {self.loader_pid: LOADER}
+        return child | {donor.pid: donor.client for donor in self._donors.values()}
+
+    def set_donor(self, key: SlotKey, donor: Donor) -> None:
         self._donors[key] = donor
         self.touch()
 
@@ -173,7 +191,7 @@ class Holdings:
         if self._donors.pop(key, None) is not None:
             self._without_donors()
 
-    def forget_donor(self, donor: object) -> None:
+    def forget_donor(self, donor: Donor) -> None:
         """Let go of every slot that this donor was filling."""
         if gone := [key for key, filling in self._donors.items() if filling is donor]:
             for key in gone:

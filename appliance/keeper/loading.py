@@ -27,7 +27,7 @@ async def fill(holdings: Holdings, argv: Sequence[str], *, model: str) -> None:
     while holdings.unattended:
         holdings.progress = "starting the loader"
         holdings.touch()
-        status = await _until(holdings, lambda: holdings.evicted, _run(argv))
+        status = await _until(holdings, lambda: holdings.evicted, _run(holdings, argv))
         holdings.progress = ""
         if status is None or not holdings.missing:
             break
@@ -61,12 +61,13 @@ async def _until(holdings: Holdings, stop: Callable[[], bool], work: Coroutine[A
             await asyncio.wait({task})
 
 
-async def _run(argv: Sequence[str]) -> int:
+async def _run(holdings: Holdings, argv: Sequence[str]) -> int:
     try:
         child = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL)
     except OSError as error:
         event(f"cannot start the loader {argv[0]}: {error.strerror}", priority=ERROR)
         return EXIT_HOST
+    holdings.loader_pid = child.pid
     try:
         return await child.wait()
     finally:
@@ -78,6 +79,7 @@ async def _run(argv: Sequence[str]) -> int:
             except TimeoutError:
                 child.kill()
                 await child.wait()
+        holdings.loader_pid = None
 
 
 def _ended(status: int) -> str:

@@ -67,6 +67,9 @@ def _status(
             lease.to_json() | {"client": lease.client[:chars], "phases_s": _some(lease.phases_s, chars)}
             for lease in sorted_leases[:leases]
         ],
+        "loaders": [
+            {"client": client[:chars], "pid": pid} for pid, client in sorted(holdings.loaders().items())[:leases]
+        ],
         "omitted": max(len(sorted_leases) - leases, 0),
         "verdicts": [_short(verdict, chars) for verdict in list(holdings.verdicts)[-verdicts:]] if verdicts else [],
     }

@@ -34,6 +34,14 @@ class Donation:
         close_all((self.held, self.configs, *self.slabs))
 
 
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """Whoever fills slots, without a connection."""
+
+    client: str = "donor"
+    pid: int = 1
+
+
 def fingerprint_of(target: Fingerprint, rank: int = 0, **more: str) -> Fingerprint:
     return Fingerprint.of({**target.to_json(), "rank": rank, "engine": "test", **more})
 

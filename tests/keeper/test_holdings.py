@@ -8,7 +8,7 @@ import pytest
 
 from appliance.keeper.holdings import Holdings, State
 from appliance.keeper.shard import Shard
-from tests.keeper.shards import shard_of, slots
+from tests.keeper.shards import Filling, shard_of, slots
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_no_slots_are_not_resident() -> None:
 
 
 def test_every_sequence_of_four_events_leaves_the_state_that_its_end_implies(shards: list[Shard]) -> None:
-    donor = object()
+    donor = Filling()
     for sequence in itertools.product(("put 0", "put 1", "take 0", "take 1", "grant 0", "end 0", "forget"), repeat=4):
         holdings = Holdings()
         holdings.lay_out(slots(2))
@@ -82,12 +82,29 @@ def test_a_shard_without_a_slot_is_not_put_anywhere(shards: list[Shard]) -> None
 def test_what_was_said_of_a_load_ends_with_the_load(shards: list[Shard]) -> None:
     holdings = Holdings()
     holdings.lay_out(slots(1))
-    donor = object()
+    donor = Filling()
     holdings.set_donor(("target", 0), donor)
     holdings.progress = "reading 3 of 8"
     holdings.forget_donor(donor)
     assert holdings.progress == ""
     assert not holdings.loading
+
+
+def test_who_fills_slots_is_told_once_each_and_the_child_only_while_it_runs() -> None:
+    holdings = Holdings()
+    holdings.lay_out(slots(3))
+    holdings.loader_pid = 7
+    assert holdings.loaders() == {7: "loader"}
+    child, engine = Filling("loader@m", 7), Filling("engine@m", 8)
+    for rank, donor in enumerate((child, engine, engine)):
+        holdings.set_donor(("target", rank), donor)
+    assert holdings.loaders() == {7: "loader@m", 8: "engine@m"}
+    holdings.loader_pid = None
+    holdings.forget_donor(child)
+    assert holdings.loaders() == {8: "engine@m"}
+    holdings.end_donation(("target", 1))
+    holdings.end_donation(("target", 2))
+    assert holdings.loaders() == {}
 
 
 def test_trouble_ends_when_everything_is_resident(shards: list[Shard]) -> None:

@@ -15,7 +15,7 @@ from appliance.keeper import loading
 from appliance.keeper.holdings import Holdings
 from appliance.keeper.settings import ChildError
 from appliance.keeper.shard import Shard
-from tests.keeper.shards import shard_of, slots
+from tests.keeper.shards import Filling, shard_of, slots
 
 WAIT_TIMEOUT_S = 20.0
 
@@ -95,6 +95,10 @@ def filling(loader: Loader, act: Callable[[Holdings], Awaitable[None]] | None = 
 async def until(holdings: Holdings, condition: Callable[[], bool]) -> None:
     while not condition():
         await holdings.changed()
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def put(holdings: Holdings, *, rank: int = 0) -> Shard:
@@ -179,7 +183,7 @@ def test_an_engine_that_begins_to_fill_during_the_back_off_is_left_to_it(
 
     async def offer(holdings: Holdings) -> None:
         await until(holdings, lambda: "trying again" in holdings.trouble)
-        holdings.set_donor(("target", 0), object())
+        holdings.set_donor(("target", 0), Filling())
 
     assert filling(loader, offer).missing
     assert loader.runs == 1
@@ -191,7 +195,7 @@ def test_nothing_is_started_while_somebody_else_fills_every_slot(make_loader: Ma
     async def run() -> None:
         holdings = Holdings()
         holdings.lay_out(slots())
-        holdings.set_donor(("target", 0), object())
+        holdings.set_donor(("target", 0), Filling())
         await loading.fill(holdings, loader.argv, model="m")
 
     asyncio.run(run())
@@ -203,12 +207,14 @@ def test_an_eviction_ends_the_loader_and_the_filling(make_loader: MakeLoader) ->
 
     async def evict(holdings: Holdings) -> None:
         await loader.announced(1)
+        assert holdings.loaders() == dict.fromkeys(children(), "loader")
         holdings.evicted = True
         holdings.touch()
 
     holdings = filling(loader, evict)
     assert holdings.missing
     assert not holdings.loading
+    assert holdings.loaders() == {}
 
 
 def test_an_eviction_ends_the_back_off(make_loader: MakeLoader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Offers: who may fill a slot, and when what is in it may be replaced."""
 
+import os
 from contextlib import closing
 
 from appliance.verdict import Reason
@@ -70,6 +71,16 @@ def test_progress_of_somebody_who_fills_nothing_is_ignored(serving: Serving) -> 
     with serving.connect() as client:
         client.progress("100 %")
         assert client.status()["progress"] == ""
+
+
+def test_a_donor_is_told_as_a_loader_until_it_has_donated(serving: Serving) -> None:
+    with serving.connect() as donor, closing(donation_of()) as donation:
+        assert donor.status()["loaders"] == []
+        offer(donor)
+        assert donor.status()["loaders"] == [{"client": "donor", "pid": os.getpid()}]
+        donate(donor, donation)
+        status = donor.status()
+        assert (status["loaders"], [lease["pid"] for lease in status["leases"]]) == ([], [os.getpid()])
 
 
 def test_progress_is_one_printable_line(serving: Serving) -> None:

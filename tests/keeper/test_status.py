@@ -7,7 +7,7 @@ from appliance.fingerprint import Difference, Fingerprint
 from appliance.keeper.holdings import Holdings, Lease
 from appliance.keeper.status import EVICTED, MAX_BYTES, SHOWN_VERDICTS, root_digest, status
 from appliance.verdict import Outcome, Reason, refused
-from tests.keeper.shards import TARGET, shard_of, slots
+from tests.keeper.shards import TARGET, Filling, shard_of, slots
 
 FIRE = "\U0001f525"  # twelve bytes in JSON
 
@@ -94,6 +94,17 @@ def test_five_hundred_leases_and_verdicts_full_of_facts_still_fit() -> None:
     assert omitted
     for shard in shards:
         shard.close()
+
+
+def test_many_donors_with_long_names_fit_beside_many_leases() -> None:
+    holdings = Holdings()
+    holdings.lay_out(slots(600))
+    for rank in range(600):
+        holdings.set_donor(("target", rank), Filling(FIRE * 100, rank))
+        holdings.leases.add(Lease(FIRE * 100, rank, 0, "ab" * 8, Outcome.HIT))
+    loaders = said(holdings)["loaders"]
+    assert isinstance(loaders, list)
+    assert {"client": FIRE * 20, "pid": 0} in loaders
 
 
 def test_the_oldest_leases_are_shown_first() -> None:
