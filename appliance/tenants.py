@@ -1,4 +1,4 @@
-"""Who holds each GPU's memory: keepers, their engines and loaders, strangers. What keepers tell beside what NVML tells."""
+"""Who holds each GPU's memory: keepers, their engines and loaders, strangers. Joins what keepers and NVML tell."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
