@@ -85,7 +85,7 @@ def load_verified(target: Target, *, on_progress: Callable[[str], None] = lambda
     built = time.monotonic()
     phases = {
         "verify": verified - started,
-        "imports": imported - verified,
+        "imports_rest": imported - verified,  # an engine has its own `imports`
         "build": built - imported,
         "load": built - started,
     }

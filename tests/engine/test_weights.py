@@ -132,6 +132,8 @@ def test_on_miss_load_reads_from_disk_and_donates(kept: Site) -> None:
     weights = attached(kept)
     try:
         assert weights.verdict.outcome is Outcome.DONATED
+        # What the engine measured before is not overwritten.
+        assert not weights.phases_s.keys() & {"interpreter", "identity", "imports"}
         assert differences(expected, weights.module, values=False) == []
         assert kept.status()["state"] == "resident"
         second = attached(kept)
