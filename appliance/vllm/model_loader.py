@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from appliance.client import KeeperClient
 from appliance.errors import ApplianceError, ConfigError
 from appliance.events import ERROR, WARNING, event
 from appliance.handover.lease import Lease
+from appliance.handover.terms import Terms
 from appliance.handover.weights import fill, obtain
 from appliance.target import TARGET
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
@@ -19,8 +21,18 @@ from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_writers
 from appliance.vllm.source import VllmSource, load_device, role_of, uuid_of
 
+
+@dataclass(frozen=True)
+class Served:
+    """One model of this process, and the lease of what it has mapped: none where that is a copy."""
+
+    source: VllmSource
+    terms: Terms
+    lease: Lease | None
+
+
 # For as long as the process lives: what is mapped has to be leased.
-_LEASES: list[Lease] = []
+SERVED: list[Served] = []
 
 
 class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
@@ -60,12 +72,11 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             event(f"appliance: {error}", priority=ERROR)
             write(os.environ.get(OUTCOMES_VARIABLE), outcome.failed(error))
             raise
+        terms, lease = assigned.terms, None
         if weights.client is not None:
             shard_id = weights.record.shard_id
-            lease = Lease(
-                weights.client, assigned.terms.socket_path, shard_id=shard_id, name=name, leave=_end_the_engine
-            )
-            _LEASES.append(lease)
+            lease = Lease(weights.client, terms.socket_path, shard_id=shard_id, name=name, leave=_end_the_engine)
+        SERVED.append(Served(source, terms, lease))
         phases = {**weights.phases_s, "model_load": time.monotonic() - began}
         write(os.environ.get(OUTCOMES_VARIABLE), outcome.ended(weights.verdict, phases, weights.record))
         return weights.module

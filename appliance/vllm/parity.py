@@ -26,12 +26,12 @@ from appliance.checkpoint.identity import Identity
 from appliance.errors import EXIT_TRUST, ApplianceError
 from appliance.events import ERROR, event
 from appliance.handover.source import Source
+from appliance.handover.terms import Terms
 from appliance.handover.weights import obtain, stage_of
 from appliance.target import Target, read_target
 from appliance.tensors.comparison import differences
 from appliance.tensors.homes import Stage
 from appliance.vllm.arguments import serve_arguments
-from appliance.vllm.assignment import assignment
 from appliance.vllm.command_line import parse
 from appliance.vllm.environment import environment
 from appliance.vllm.source import VllmSource
@@ -88,17 +88,18 @@ def parity(target: Target, *, control: bool = False) -> Parity:
         expected = served(disk, answers)
         repeatable = served(disk, answers) == expected if control else None
         extension = f"{Comparison.__module__}.{Comparison.__qualname__}"
-        found, compared = served(
+        found, by_rank = served(
             [*arguments, "--worker-extension-cls", extension],
             lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
         )
+    compared: list[Compared] = [shard for shards in by_rank for shard in shards]
     return Parity(
         model=target.name,
-        stages=tuple(stage for stage, _ in compared),
+        stages=tuple(shard.stage for shard in compared),
         tokens=sum(map(len, found.tokens)),
         same_tokens=found.tokens == expected.tokens,
         same_logprobs=found.logprobs == expected.logprobs,
-        differing=tuple(f"rank {rank}: {line}" for rank, (_, lines) in enumerate(compared) for line in lines),
+        differing=tuple(f"{shard.role} {shard.rank}: {line}" for shard in compared for line in shard.differing),
         repeatable=repeatable,
     )
 
@@ -113,30 +114,42 @@ def _linked(identity: Identity, folder: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One shard's stage, and in what it differs from the same weights loaded from disk, a line each."""
+
+    role: str
+    rank: int
+    stage: str
+    differing: tuple[str, ...]
+
+
 class Comparison:
-    """Mixed into vLLM's worker: compares the keeper's shard of its rank with what it loads from disk."""
+    """Mixed into vLLM's worker: compares the keeper's shards of its rank with what it loads from disk."""
 
     vllm_config: Any
-    model_config: Any
 
-    def appliance_compare(self) -> tuple[str, list[str]]:
-        """Return the shard's stage, and what differs, a line each."""
+    def appliance_compare(self) -> list[Compared]:
+        """Return how the model and its draft, if it has one, compare."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config):
-            return self._compared()
+        from appliance.vllm.model_loader import SERVED
 
-    def _compared(self) -> tuple[str, list[str]]:
-        assigned = assignment(os.environ, {}, model_path=self.model_config.model)
-        source = VllmSource(self.vllm_config, self.model_config, prefix="", target=assigned.target)
-        weights = obtain(assigned.terms, _Unfinished(source), client_name="parity")
-        try:
-            stage = stage_of(weights.record)
-            loaded = source.load(stage, lambda text: None)
-            return stage, differences(loaded.module, weights.module, opaque=source.opaque)
-        finally:
-            if weights.client is not None:
-                weights.client.close()
+        with set_current_vllm_config(self.vllm_config):
+            return [_compared(served.source, served.terms) for served in list(SERVED)]
+
+
+def _compared(source: VllmSource, terms: Terms) -> Compared:
+    """Compare with the source that the served module is of: building a model changes the configuration it reads."""
+    weights = obtain(terms, _Unfinished(source), client_name="parity")
+    try:
+        stage = stage_of(weights.record)
+        loaded = source.load(stage, lambda text: None)
+        found = differences(loaded.module, weights.module, opaque=source.opaque)
+        return Compared(source.role, source.rank, stage, tuple(found))
+    finally:
+        if weights.client is not None:
+            weights.client.close()
 
 
 class _Unfinished:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import vllm.config
+from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import utils as vllm_loading
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -118,7 +119,9 @@ class VllmSource:
         experts.extend(name for name in layers.experts if name not in experts)
 
     def _built(self, device: torch.device) -> torch.nn.Module:
-        with set_default_torch_dtype(self._model_config.dtype), device, self._own_layers() as layers:
+        # A head on the target's states may lack an embedding and an output: vLLM gives it the target's afterwards.
+        blank = _Blank() if self.role == DRAFT else contextlib.nullcontext()
+        with set_default_torch_dtype(self._model_config.dtype), device, blank, self._own_layers() as layers:
             module: torch.nn.Module = vllm_loading.initialize_model(
                 vllm_config=self._config, model_config=self._model_config, prefix=self._prefix
             )
@@ -153,6 +156,14 @@ class VllmSource:
     def _process(self, module: torch.nn.Module) -> None:
         with set_default_torch_dtype(self._model_config.dtype), self._device:
             vllm_loading.process_weights_after_loading(module, self._model_config, self._device)
+
+
+class _Blank(TorchFunctionMode):
+    """Makes new memory zero: what a checkpoint does not fill is donated as well, and is to be the same each time."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made.zero_() if function in (torch.empty, torch.empty_like, torch.empty_strided) else made
 
 
 def _own_what_is_rewritten(module: torch.nn.Module) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.vllm.parity import MAX_TOKENS, PROMPTS, Answers
+from tests.vllm.mappings import runner_of
 
 PREFIX = " ".join(PROMPTS[:4])
 
@@ -25,6 +26,22 @@ def prefixed_answers(llm: Any) -> Answers:
     outputs = _outputs(llm, [f"{PREFIX} {prompt}" for prompt in PROMPTS])
     assert all(output.num_cached_tokens > 0 for output in outputs)
     return _answers(outputs)
+
+
+def proposals(llm: Any) -> list[Any]:
+    """Return a list of what an engine's draft proposes from now on: a list of token ids for each request and step."""
+    drafter = getattr(runner_of(llm), "drafter", None)
+    found: list[Any] = []
+    if drafter is not None:
+        propose = drafter.propose
+
+        def proposed(*arguments: Any, **options: Any) -> Any:
+            tokens = propose(*arguments, **options)
+            found.append(tokens if isinstance(tokens, list) else tokens.tolist())
+            return tokens
+
+        drafter.propose = proposed
+    return found
 
 
 def _outputs(llm: Any, prompts: Sequence[str], **options: Any) -> list[Any]:

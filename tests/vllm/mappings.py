@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 
 
+def runner_of(llm: Any) -> Any:
+    """Return what computes in an engine of this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def written_and_kept(llm: Any) -> int:
     """Return how many bytes of an engine's parameters and buffers lie in sealed memory; AssertionError if writable."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
+    models = [runner.model, getattr(getattr(runner, "drafter", None), "model", None)]
     sealed = list(_sealed())
     found = 0
-    for tensor in {*runner.model.parameters(), *runner.model.buffers()}:
+    for tensor in {tensor for model in models if model for tensor in (*model.parameters(), *model.buffers())}:
         begin = tensor.untyped_storage().data_ptr()
         if any(first <= begin < last for first, last in sealed):
             found += tensor.nbytes

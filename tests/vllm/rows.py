@@ -20,8 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from appliance.checkpoint.keys import load_private_key
+from appliance.checkpoint.signature import sign
 from appliance.keeper.settings import Slot
-from appliance.target import Target
+from appliance.target import Target, slots
 from appliance.vllm import model_loader, parity
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
@@ -33,16 +35,28 @@ from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site
 from tests.vllm import vllm_process
 from tests.vllm.adapters import make_adapter
-from tests.vllm.answers import adapted_answers, prefixed_answers
+from tests.vllm.answers import adapted_answers, prefixed_answers, proposals
 from tests.vllm.checkpoints import make_checkpoint
+from tests.vllm.drafts import add_draft
 from tests.vllm.mappings import written_and_kept
 from tests.vllm.table import ROWS, Row
 
 Result = TypeVar("Result")
 
+ENGINES = ("disk", "donated", "attached")
 ENGINE = {"kind": "vllm", "environment": vllm_process.ENGINE_SETTINGS}
 ARGUMENTS = ["--max-model-len", "256", "--enforce-eager"]
 EXTENSION = ["--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What one engine said, what its draft proposed on the way, and how much of its weights lies in sealed memory."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    proposed: list[Any]
+    mapped_bytes: int
 
 
 def result_of(row: Row, folder: Path) -> dict[str, Any]:
@@ -51,27 +65,27 @@ def result_of(row: Row, folder: Path) -> dict[str, Any]:
     target = site.target()
     os.environ.update(environment(target, site.manifest))
     act = _act(row, folder)
-    from_disk = serve_arguments(MODEL, target.model, configs=target.identity.root.path)
-    disk, _ = served([*from_disk, "--load-format", "safetensors"], act)
-    arguments = serve_arguments(MODEL, target.model, configs=target.identity.root.path)
+    arguments = serve_arguments(
+        MODEL,
+        target.model,
+        configs=target.identity.root.path,
+        draft_configs=None if target.draft is None else target.draft.root.path,
+    )
+    disk = served([*arguments, "--load-format", "safetensors"], act)
     socket_folder = target.socket_path.parent
     socket_folder.mkdir(parents=True)
     with ServiceManager(folder) as manager:
         with _keeper(socket_folder, target, manager):
-            (donated, _), donor = _outcome_of(arguments, act)
+            donated, donors = _outcomes_of(arguments, act)
         with _keeper(socket_folder, target, manager, restarted=True):
-            found, engine = _outcome_of(
+            (attached, compared), engines = _outcomes_of(
                 [*arguments, *EXTENSION], lambda llm: (act(llm), llm.collective_rpc("appliance_compare")[0])
             )
-            (attached, kept), (stage, differing) = found
     return {
-        "verdicts": [donor, engine],
-        "stage": stage,
-        "differing": differing,
-        "disk": dataclasses.asdict(disk),
-        "donated": dataclasses.asdict(donated),
-        "attached": dataclasses.asdict(attached),
-        "mapped_bytes": kept,
+        "verdicts": {role: [verdict, engines[role]] for role, verdict in donors.items()},
+        "stages": {shard.role: shard.stage for shard in compared},
+        "differing": [f"{shard.role}: {line}" for shard in compared for line in shard.differing],
+        **{name: dataclasses.asdict(said) for name, said in zip(ENGINES, (disk, donated, attached), strict=True)},
     }
 
 
@@ -79,7 +93,10 @@ def _site(row: Row, folder: Path) -> Site:
     checkpoint = make_checkpoint(folder / "made", architecture=row.architecture, method=row.method)
     arguments = [*ARGUMENTS, *row.arguments]
     engine = {**ENGINE, "port": 18000, "args": arguments}
-    site = Site(folder, checkpoint, engine=engine, on_miss="load", draft=row.draft)
+    draft = add_draft(folder / "draft", checkpoint, row.draft) if row.draft else None
+    site = Site(folder, checkpoint, engine=engine, on_miss="load", draft=draft)
+    if draft is not None and "checkpoint" in draft:
+        sign(folder / "draft", load_private_key(folder / "signer.key"))
     if row.adapter:
         make_adapter(folder / "adapter", checkpoint)
     return site
@@ -99,47 +116,47 @@ def served(arguments: Sequence[str], act: Callable[[Any], Result]) -> Result:
         sys.modules.update(hidden)
 
 
-def _act(row: Row, folder: Path) -> Callable[[Any], tuple[parity.Answers, int]]:
-    def act(llm: Any) -> tuple[parity.Answers, int]:
+def _act(row: Row, folder: Path) -> Callable[[Any], Said]:
+    def act(llm: Any) -> Said:
+        proposed = proposals(llm)
         if row.adapter:
             said = adapted_answers(llm, folder / "adapter")
         else:
             said = prefixed_answers(llm) if row.prefix else answers(llm)
-        return said, written_and_kept(llm)
+        return Said(said.tokens, said.logprobs, proposed, written_and_kept(llm))
 
     return act
 
 
 @contextmanager
 def _keeper(folder: Path, target: Target, manager: ServiceManager, *, restarted: bool = False) -> Iterator[Serving]:
-    with Serving(
-        folder, environ=manager.environ, layout=[Slot("target", 0, "cpu")], target=target.fingerprint
-    ) as serving:
+    layout = [Slot(**slot) for slot in slots(target.model)]
+    with Serving(folder, environ=manager.environ, layout=layout, target=target.fingerprint) as serving:
         if restarted:
             for shard in serving.custody.adopt(manager.handed_over()).shards:
                 serving.put(shard)
         try:
             yield serving
         finally:
-            _end_leases()
+            _forget()
 
 
-def _outcome_of(arguments: list[str], act: Callable[[Any], Result]) -> tuple[Result, str]:
-    """Return what comes of an engine with these arguments, and its verdict."""
+def _outcomes_of(arguments: list[str], act: Callable[[Any], Result]) -> tuple[Result, dict[str, str]]:
+    """Return what comes of an engine with these arguments, and the verdict on each of its models."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[OUTCOMES_VARIABLE] = folder
         try:
             found = served(arguments, act)
         finally:
             del os.environ[OUTCOMES_VARIABLE]
-        (outcome,) = read_all(Path(folder))
-        return found, outcome.verdict
+        return found, {outcome.role: outcome.verdict for outcome in read_all(Path(folder))}
 
 
-def _end_leases() -> None:
-    """They last as long as the process of an engine, and this one is the process of many."""
-    while model_loader._LEASES:
-        model_loader._LEASES.pop().end()
+def _forget() -> None:
+    """What an engine serves lasts as long as its process, and this one is the process of many."""
+    while model_loader.SERVED:
+        if (lease := model_loader.SERVED.pop().lease) is not None:
+            lease.end()
 
 
 def _clean_up() -> None:
@@ -163,7 +180,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
-            _end_leases()
+            _forget()
             _clean_up()
         print(json.dumps({"row": name, **result}), file=results, flush=True)
 

@@ -1,13 +1,11 @@
 """The rows of the parity table that one process on a CPU can run, and those that vLLM cannot run there."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
 class Row:
-    """One checkpoint and how it is served.
+    """One checkpoint and how it is served; `draft` is a method of speculation.
 
     `error` is vLLM's own where it does not run on a CPU, `refusal` ours where it would write to attached weights.
     """
@@ -15,7 +13,7 @@ class Row:
     architecture: str
     method: str | None = None
     arguments: tuple[str, ...] = ()
-    draft: Mapping[str, Any] | None = None
+    draft: str = ""
     adapter: bool = False
     prefix: bool = False
     error: str = ""
@@ -45,7 +43,11 @@ ROWS = {
     "llama compressed-tensors-int8": Row("llama", "compressed-tensors-int8"),
     "qwen3-moe fp8": Row("qwen3-moe", "fp8", error=NO_FP8),
     "llama with LoRA": Row("llama", adapter=True, arguments=("--enable-lora", "--max-lora-rank", "8")),
-    "llama with ngram speculation": Row("llama", draft={"method": "ngram", "tokens": 3}),
+    "llama with ngram speculation": Row("llama", draft="ngram"),
+    "llama with a small draft": Row("llama", draft="draft_model"),
+    "llama with EAGLE": Row("llama", draft="eagle"),
+    "llama with EAGLE3": Row("llama", draft="eagle3"),
+    "deepseek-v3 with MTP": Row("deepseek-v3", draft="mtp"),
     "llama with prefix caching": Row("llama", prefix=True, arguments=("--block-size", "32")),
     "llama with sleep mode": Row(
         "llama", arguments=("--enable-sleep-mode",), error="Sleep mode is not supported on current platform"

@@ -15,7 +15,8 @@ PROMPTS = 20
 def test_attached_weights_are_those_on_disk_and_say_the_same(rows: Rows, row: str) -> None:
     result = rows.result(row)
     assert "error" not in result, f"{result['error']}\n{rows.last_words}"
-    assert result["verdicts"] == ["donated", "hit"]
+    roles = ["target", "draft"] if ROWS[row].draft not in ("", "ngram") else ["target"]
+    assert result["verdicts"] == {role: ["donated", "hit"] for role in roles}
     assert result["differing"] == []
     expected: dict[str, Any] = result["disk"]
     assert len(expected["tokens"]) >= PROMPTS
@@ -25,8 +26,11 @@ def test_attached_weights_are_those_on_disk_and_say_the_same(rows: Rows, row: st
     for engine in ("donated", "attached"):
         assert result[engine]["tokens"] == expected["tokens"], engine
         assert result[engine]["logprobs"] == expected["logprobs"], engine
+        # No answer shows what a draft says.
+        assert result[engine]["proposed"] == expected["proposed"], engine
+    assert bool(expected["proposed"]) == bool(ROWS[row].draft)
     # The engine did not run on a copy of all of it. What computes may be packed anew, for this processor.
-    assert result["mapped_bytes"] > 0
+    assert result["attached"]["mapped_bytes"] > 0
 
 
 @pytest.mark.parametrize("row", [name for name, row in ROWS.items() if row.error])
