@@ -20,13 +20,18 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuPart:
-    """A part of a GPU in MIG mode, which processes use in the GPU's place; memory as of a whole one."""
+    """A part of a GPU in MIG mode, which processes use in the GPU's place; memory as of a whole one.
+
+    Of the GPU it is a compute instance within a GPU instance, each by its number.
+    """
 
     uuid: str
     model: str
     total_bytes: int
     used_bytes: int
     free_bytes: int
+    gpu_instance: int
+    compute_instance: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,8 @@ def _parts(nvml: Any, device: Any) -> Iterator[GpuPart]:
             continue
         memory = _memory(nvml, part)
         uuid, model = nvml.nvmlDeviceGetUUID(part), nvml.nvmlDeviceGetName(part)
-        yield GpuPart(uuid, model, memory.total, memory.used, memory.free)
+        instances = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
+        yield GpuPart(uuid, model, memory.total, memory.used, memory.free, *instances)
 
 
 def _memory(nvml: Any, device: Any) -> Any:

@@ -61,6 +61,12 @@ class FakeNvml:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return 1000 + number
 
+    def nvmlDeviceGetGpuInstanceId(self, device: int) -> int:  # noqa: N802
+        return device - 1000 + 7
+
+    def nvmlDeviceGetComputeInstanceId(self, device: int) -> int:  # noqa: N802
+        return device - 1000
+
     def nvmlDeviceGetComputeRunningProcesses(self, device: int) -> Any:  # noqa: N802
         processes = [SimpleNamespace(pid=42, usedGpuMemory=8 * GIB), SimpleNamespace(pid=7, usedGpuMemory=2 * GIB)]
         return self._answer("nvmlDeviceGetComputeRunningProcesses", processes)
@@ -90,9 +96,9 @@ def test_each_gpu_is_told_with_its_processes() -> None:
 def test_the_parts_of_a_divided_gpu_are_told() -> None:
     state = gpu_states(FakeNvml(nvmlDeviceGetMigMode=[1, 1]))[0]
     assert state.mig_mode is True
-    assert [(part.uuid, part.model) for part in state.parts] == [
-        ("MIG-1000", "NVIDIA H200 MIG 1g.18gb"),
-        ("MIG-1003", "NVIDIA H200 MIG 1g.18gb"),
+    assert [(part.uuid, part.model, part.gpu_instance, part.compute_instance) for part in state.parts] == [
+        ("MIG-1000", "NVIDIA H200 MIG 1g.18gb", 7, 0),
+        ("MIG-1003", "NVIDIA H200 MIG 1g.18gb", 10, 3),
     ]
     assert state.place("MIG-1003") is state.parts[1]
     assert state.place("GPU-100") is state

@@ -9,6 +9,7 @@ from appliance.errors import ConfigError, HostError
 from appliance.gpus import GpuState, gpu_states
 from tests.test_gpus import FakeNvml
 
+CAPABILITIES_OF_1000 = ("-caps/nvidia-cap66", "-caps/nvidia-cap67")
 UUIDS = ["GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"]
 
 
@@ -33,7 +34,9 @@ def test_gpus_are_counted_in_bus_order(driver: Path) -> None:
 
 def test_a_gpu_is_known_by_its_uuid_and_by_its_index_as_text(driver: Path) -> None:
     first, second = inventory.gpus(driver)
-    assert inventory.by_name(driver) == {UUIDS[0]: first, UUIDS[1]: second, "0": first, "1": second}
+    names = {UUIDS[0]: first, UUIDS[1]: second, "0": first, "1": second}
+    assert inventory.by_name([0, UUIDS[1]], folder=driver, states=not_asked) == names
+    assert first.devices == {"/dev/nvidia3": "rw"}
 
 
 def test_a_device_node_that_the_driver_does_not_number_is_that_of_the_index(driver: Path) -> None:
@@ -64,6 +67,10 @@ def test_a_gpu_named_twice_is_refused(driver: Path, wanted: list[int | str]) -> 
         inventory.resolve(wanted, folder=driver)
 
 
+def not_asked() -> tuple[GpuState, ...]:
+    raise AssertionError
+
+
 def divided() -> tuple[GpuState, ...]:
     return gpu_states(FakeNvml(nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetCount=1))
 
@@ -81,10 +88,44 @@ def test_a_part_that_is_not_here_is_refused_and_those_that_are_here_are_named(dr
 
 
 def test_nvml_is_not_asked_where_no_part_is_wanted(driver: Path) -> None:
-    def states() -> tuple[GpuState, ...]:
-        raise AssertionError
+    assert inventory.resolve([0], folder=driver, states=not_asked) == (UUIDS[0],)
 
-    assert inventory.resolve([0], folder=driver, states=states) == (UUIDS[0],)
+
+@pytest.fixture
+def capabilities(driver: Path) -> Path:
+    """Return a folder like /proc/driver/nvidia/capabilities, where GPU-100, of device node 3, has two parts."""
+    path = driver / "0000:41:00.0" / "information"
+    path.write_text(path.read_text().replace(UUIDS[0], "GPU-100"))
+    folder = driver / "capabilities"
+    for place, number in {"gi7": 66, "gi7/ci0": 67, "gi10": 93, "gi10/ci3": 97}.items():
+        (folder / "gpu3" / "mig" / place).mkdir(parents=True)
+        text = f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n"
+        (folder / "gpu3" / "mig" / place / "access").write_text(text)
+    return folder
+
+
+def test_a_part_takes_the_node_of_its_gpu_and_those_of_its_instances(driver: Path, capabilities: Path) -> None:
+    found = inventory.by_name(["MIG-1003"], folder=driver, capabilities=capabilities, states=divided)
+    assert found["MIG-1003"].devices == {
+        "/dev/nvidia3": "rw",
+        "/dev/nvidia-caps/nvidia-cap93": "r",
+        "/dev/nvidia-caps/nvidia-cap97": "r",
+    }
+    assert set(found["MIG-1000"].devices) == {f"/dev/nvidia{name}" for name in ("3", *CAPABILITIES_OF_1000)}
+    assert found["0"].devices == {"/dev/nvidia3": "rw"}
+    assert "MIG-1001" not in found
+
+
+@pytest.mark.parametrize("text", [None, "", "DeviceFileMode: 292\n", "DeviceFileMinor: none\n"])
+def test_a_part_whose_nodes_the_driver_does_not_tell_is_an_error_of_the_host(
+    driver: Path, capabilities: Path, text: str | None
+) -> None:
+    path = capabilities / "gpu3/mig/gi10/ci3/access"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(HostError, match="ci3/access: does not say which device node opens MIG-1003"):
+        inventory.by_name(["MIG-1003"], folder=driver, capabilities=capabilities, states=divided)
 
 
 def test_a_host_without_gpus_says_so(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def doctor(manifest: ManifestOption = MANIFEST, as_json: JsonOption = False) -> 
 def _wanted(path: Path) -> Files:
     manifest = load_manifest(path)
     containers = container_host(manifest)
-    return unit_files(manifest, PurePosixPath(path.absolute()), inventory.by_name(), containers=containers)
+    return unit_files(
+        manifest, PurePosixPath(path.absolute()), inventory.by_name(manifest.gpus()), containers=containers
+    )
 
 
 def _show(found: Plan, *, diffs: bool) -> None:

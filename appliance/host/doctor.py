@@ -249,7 +249,9 @@ def _sockets(manifest: Manifest) -> Iterator[Finding]:
 def _drift(manifest: Manifest, path: Path) -> Iterator[Finding]:
     try:
         containers = container_host(manifest)
-        wanted = unit_files(manifest, PurePosixPath(path.absolute()), inventory.by_name(), containers=containers)
+        wanted = unit_files(
+            manifest, PurePosixPath(path.absolute()), inventory.by_name(manifest.gpus()), containers=containers
+        )
         found = make_plan(wanted, Path("/"))
     except ApplianceError as error:
         yield Finding(Level.FAIL, f"units: {error.message}", error.hint or "appliance plan says more")

@@ -40,7 +40,7 @@ def unit_files(
 ) -> Files:
     """Map each path, relative to the host's root, to its contents.
 
-    `source` is the manifest's own path; `gpus` are the host's by UUID and by index as text, for their device nodes;
+    `source` is the manifest's own path; `gpus` are the host's as `inventory.by_name` tells them, for device nodes;
     `containers` is what containers need to know of the host, and may be left out where the manifest has none.
     """
     files: Files = {APPLIED: applied_manifest(manifest, source)}
@@ -148,7 +148,8 @@ def _devices(model: Model, gpus: dict[str, Gpu]) -> Iterator[Setting]:
     for wanted in model.gpus:
         # A GPU that this host does not have is reported by `plan`; its device node cannot be named.
         if (gpu := gpus.get(str(wanted))) is not None:
-            yield "Service", "DeviceAllow", f"/dev/nvidia{gpu.minor} rw"
+            for device, access in gpu.devices.items():
+                yield "Service", "DeviceAllow", f"{device} {access}"
 
 
 def _recorded(model: Model, names: tuple[str, ...]) -> Iterator[Setting]:

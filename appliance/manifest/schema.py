@@ -188,6 +188,10 @@ class Manifest(Settings):
             raise ConfigError(f"the manifest has no model {name!r}", hint=f"its models: {known}")
         return self.models[name]
 
+    def gpus(self) -> tuple[int | str, ...]:
+        """Return every GPU that some model names, as it names it."""
+        return tuple(gpu for model in self.models.values() for gpu in model.gpus)
+
     def socket_path(self, name: str) -> Path:
         """Return where the keeper of this model listens."""
         return self.directories.runtime / name / "keeper.sock"

@@ -93,6 +93,18 @@ def test_only_the_gpus_of_a_model_are_opened_to_it(tmp_path: Path) -> None:
         assert [value for name, value in settings_of(files[other]) if name == "DeviceAllow"] == []
 
 
+def test_the_nodes_of_a_part_are_opened_to_its_model_and_those_of_other_parts_are_not(tmp_path: Path) -> None:
+    uuids = [f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "ab"]
+    parts = {uuids[0]: Gpu(0, uuids[0], "H200 1g", 4, (30, 31)), uuids[1]: Gpu(0, uuids[1], "H200 1g", 4, (39, 40))}
+    models = {name: model(8001 + number, gpus=[uuids[number]]) for number, name in enumerate("mn")}
+    files = files_of(tmp_path, models, gpus=parts)
+    for path in (WEIGHTS, ENGINE):
+        settings = settings_of(files[path])
+        devices = [value for name, value in settings if name == "DeviceAllow" and "nvidia-cap" in value]
+        assert devices == ["/dev/nvidia-caps/nvidia-cap30 r", "/dev/nvidia-caps/nvidia-cap31 r"]
+        assert ("DeviceAllow", "/dev/nvidia4 rw") in settings
+
+
 def test_folders_and_a_group_of_its_own_are_opened_to_it(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"directories": {"runtime": "/srv/run 1"}, "group": "llm"}
     for path in (WEIGHTS, ENGINE):
