@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -18,7 +18,7 @@ from appliance.handover.weights import fill, obtain
 from appliance.target import TARGET
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
 from appliance.vllm.outcome import Outcome, write
-from appliance.vllm.refusals import refuse_writers
+from appliance.vllm.refusals import refuse_movers
 from appliance.vllm.source import VllmSource, load_device, role_of, uuid_of
 
 
@@ -43,6 +43,10 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Refuse: the mapped weights cannot be written, and others would no longer be those that were verified."""
+        self.get_all_weights(model_config, model)
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> NoReturn:
+        """Refuse what vLLM asks for where weights are to be loaded anew, as `load_weights` does."""
         raise ConfigError(
             "weights of the load format `appliance` cannot be loaded anew in place",
             hint="put the new checkpoint in place of the old one and restart the engine",
@@ -53,7 +57,7 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
         began = time.monotonic()
         outcome = Outcome(role="", rank=-1)
         try:
-            refuse_writers(vllm_config)
+            refuse_movers(vllm_config)
             assigned = assignment(
                 os.environ,
                 self.load_config.model_loader_extra_config or {},

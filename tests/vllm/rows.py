@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 
 from appliance.checkpoint.keys import load_private_key
 from appliance.checkpoint.signature import sign
+from appliance.errors import ConfigError
 from appliance.keeper.settings import Slot
 from appliance.target import Target, slots
 from appliance.vllm import model_loader, parity
 from appliance.vllm.arguments import serve_arguments
-from appliance.vllm.assignment import OUTCOMES_VARIABLE
+from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE, OUTCOMES_VARIABLE
 from appliance.vllm.environment import environment
 from appliance.vllm.outcome import read_all
 from appliance.vllm.parity import Comparison, answers
@@ -78,15 +79,37 @@ def result_of(row: Row, folder: Path) -> dict[str, Any]:
         with _keeper(socket_folder, target, manager):
             donated, donors = _outcomes_of(arguments, act)
         with _keeper(socket_folder, target, manager, restarted=True):
-            (attached, compared), engines = _outcomes_of(
-                [*arguments, *EXTENSION], lambda llm: (act(llm), llm.collective_rpc("appliance_compare")[0])
+            (attached, compared, reloaded), engines = _outcomes_of(
+                [*arguments, *EXTENSION],
+                lambda llm: (act(llm), llm.collective_rpc("appliance_compare")[0], _refusal_to_reload(llm)),
             )
+            more = {"alone": dataclasses.asdict(_alone(arguments, act, target))} if row.alone else {}
     return {
         "verdicts": {role: [verdict, engines[role]] for role, verdict in donors.items()},
         "stages": {shard.role: shard.stage for shard in compared},
+        "reloaded": reloaded,
         "differing": [f"{shard.role}: {line}" for shard in compared for line in shard.differing],
         **{name: dataclasses.asdict(said) for name, said in zip(ENGINES, (disk, donated, attached), strict=True)},
+        **more,
     }
+
+
+def _alone(arguments: list[str], act: Callable[[Any], Said], target: Target) -> Said:
+    """Return what an engine says that was told of no manifest, but of a keeper to ask."""
+    told = json.dumps({"socket": str(target.socket_path)})
+    taken = {name: os.environ.pop(name) for name in (MANIFEST_VARIABLE, MODEL_VARIABLE)}
+    try:
+        return served([*arguments, "--model-loader-extra-config", told], act)
+    finally:
+        os.environ.update(taken)
+
+
+def _refusal_to_reload(llm: Any) -> str:
+    try:
+        llm.collective_rpc("reload_weights")
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _site(row: Row, folder: Path) -> Site:

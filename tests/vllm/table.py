@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Row:
     """One checkpoint and how it is served; `draft` is a method of speculation.
 
-    `error` is vLLM's own where it does not run on a CPU, `refusal` ours where it would write to attached weights.
+    `alone` is for one more engine, which knows of no manifest. `error` is vLLM's own where it does not run on a CPU,
+    `refusal` ours where it would write to attached weights.
     """
 
     architecture: str
@@ -16,6 +17,7 @@ class Row:
     draft: str = ""
     adapter: bool = False
     prefix: bool = False
+    alone: bool = False
     error: str = ""
     refusal: str = ""
 
@@ -26,7 +28,7 @@ NO_FP8_BLOCKS = "Failed to find a kernel that can implement the ScaledMM linear 
 
 ROWS = {
     "llama": Row("llama"),
-    "qwen3": Row("qwen3"),
+    "qwen3": Row("qwen3", alone=True),
     "qwen3-moe": Row("qwen3-moe"),
     "mixtral": Row("mixtral"),
     "mistral": Row("mistral"),
