@@ -12,6 +12,7 @@ readonly share=/usr/local/share/appliance quadlets=/etc/containers/systemd
 
 readonly EX_USAGE=64 EX_UNAVAILABLE=69 EX_NOPERM=77
 readonly NEWEST_MINOR=13 OLDEST_MINOR=11
+readonly MOST_TEST_PROCESSES=4
 
 # What the tests call, and the Debian package it comes in. numactl is for the library of it that vLLM links.
 readonly TEST_PROGRAMS="
@@ -93,8 +94,16 @@ run_tests() {
     install_package dev
     make_vllm_venv
     cd -- "$checkout"
+    # All of it, in several processes, each with its share of the processors; tests/schedule.py says who takes what.
+    [[ $# -gt 0 ]] || set -- "--numprocesses=$(test_processes)"
     say "running: python -m pytest $*"
     exec "$venv/bin/python" -m pytest "$@"
+}
+
+test_processes() {
+    local processors
+    processors=$(nproc)
+    printf '%d\n' $((processors < MOST_TEST_PROCESSES ? processors : MOST_TEST_PROCESSES))
 }
 
 install_on_host() {

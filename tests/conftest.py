@@ -1,9 +1,11 @@
 """What every test gets: a look at what it leaves behind, a stop where its tier cannot run, and the real model."""
 
 import multiprocessing.resource_tracker
+import os
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,27 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
     left += [f"descriptor {fd} ({target})" for fd, target in _descriptors() - descriptors if not _is_kept(target)]
     if left:
         pytest.fail(f"the test left behind: {', '.join(sorted(left))}", pytrace=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several processes its share of the processors, before any library counts them."""
+    if (worker := getattr(config, "workerinput", None)) is not None:
+        share = len(os.sched_getaffinity(0)) // worker["workercount"]
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.schedule import place
+
+        items.sort(key=lambda item: place(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    from tests.schedule import Schedule
+
+    return Schedule(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
