@@ -77,27 +77,38 @@ def from_disk(site: Site) -> Answers:
     return answers
 
 
-def test_an_attached_engine_gives_the_tokens_that_disk_gives(site: Site, from_disk: Answers) -> None:
-    async def attach(supervisor: Supervisor) -> Answers:
-        return await asyncio.to_thread(attached, site)
+@pytest.fixture(scope="module")
+def from_memory(site: Site) -> tuple[Answers, Answers]:
+    """What two engines said that attached to one load: before and after its keeper was killed."""
 
-    assert asyncio.run(with_keeper(site, attach)) == from_disk
-
-
-def test_so_does_one_that_attaches_after_its_keeper_was_killed(site: Site, from_disk: Answers) -> None:
-    async def kill_and_attach(supervisor: Supervisor) -> Answers:
+    async def attach_kill_and_attach(supervisor: Supervisor) -> tuple[Answers, Answers]:
+        first = await asyncio.to_thread(attached, site)
         before = await asyncio.to_thread(site.status)
         await supervisor.kill(WEIGHTS)
         await supervisor.wait_ready(WEIGHTS, 120)
         after = await asyncio.to_thread(site.status)
         assert after["pid"] != before["pid"]
         assert after["shards"] == before["shards"]
-        return await asyncio.to_thread(attached, site)
+        return first, await asyncio.to_thread(attached, site)
 
-    assert asyncio.run(with_keeper(site, kill_and_attach)) == from_disk
+    return asyncio.run(with_keeper(site, attach_kill_and_attach))
 
 
-async def with_keeper(site: Site, act: Callable[[Supervisor], Awaitable[Answers]]) -> Answers:
+def test_an_attached_engine_gives_the_tokens_that_disk_gives(
+    from_memory: tuple[Answers, Answers], from_disk: Answers
+) -> None:
+    assert from_memory[0] == from_disk
+
+
+def test_so_does_one_that_attaches_after_its_keeper_was_killed(
+    from_memory: tuple[Answers, Answers], from_disk: Answers
+) -> None:
+    assert from_memory[1] == from_disk
+
+
+async def with_keeper(
+    site: Site, act: Callable[[Supervisor], Awaitable[tuple[Answers, Answers]]]
+) -> tuple[Answers, Answers]:
     keeper = [unit for unit in units(load_manifest(site.manifest), site.manifest) if unit.name == WEIGHTS]
     (site.folder / "runtime").mkdir(exist_ok=True)
     async with Supervisor(keeper, Silent(), runtime=site.folder / "runtime") as supervisor:

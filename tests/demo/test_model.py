@@ -20,6 +20,8 @@ from appliance.demo.cache import default_cache
 from appliance.demo.model import Hub, obtain, obtain_from_hub, obtain_from_package
 from appliance.errors import HostError, TrustError
 
+# How often a server looks whether it shall end.
+POLL_S = 0.01
 ASK = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -183,7 +185,7 @@ def serving(directory: Path, *, cut_short: str = "") -> Iterator[Hub]:
     """Serve a directory as a hub does; one file may lose its last byte on the way."""
     handler = partial(Handler, directory=directory, cut_short=cut_short)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=[POLL_S])
         thread.start()
         try:
             yield Hub(f"http://127.0.0.1:{server.server_port}", "owner/tiny", "main", digests(directory), 5.0)

@@ -8,6 +8,9 @@ import pytest
 from appliance.engine import alive
 from appliance.engine.alive import is_alive
 
+# How often a server looks whether it shall end.
+POLL_S = 0.01
+
 
 class Engine(HTTPServer):
     """Answers every request with the same status and body."""
@@ -34,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     with Engine(("127.0.0.1", 0), _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=[POLL_S])
         thread.start()
         yield server
         server.shutdown()

@@ -14,6 +14,8 @@ from appliance.host import restart as restarts
 from appliance.host.restart import restart
 from tests.systemd.manifests import manifest_of, model
 
+# How often a server looks whether it shall end.
+POLL_S = 0.01
 FINGERPRINT = Fingerprint.of({"root_digest": "a"})
 ENGINE_SAYS: dict[str, Any] = {
     "/health": {"verdict": "hit", "phases_s": {"imports": 2.0}},
@@ -41,7 +43,7 @@ def engine() -> Iterator[tuple[int, dict[str, Any]]]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=[POLL_S])
         thread.start()
         yield server.server_port, says
         server.shutdown()
