@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from appliance import inventory
@@ -57,11 +58,17 @@ def facts(vllm_config: Any, model_config: Any, *, device: str) -> dict[str, obje
 
 def _digest(hf_config: Any) -> str:
     """Return the digest of all that the model's code may read, overrides of the command line included."""
-    settings = hf_config.to_dict()
-    # Where a folder lies shapes nothing.
-    for name in ("_name_or_path", "name_or_path"):
-        settings.pop(name, None)
+    settings = _placeless(hf_config.to_dict())
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _placeless(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out where a folder lies, which shapes nothing. A draft's settings hold those of a whole other config."""
+    return {
+        name: _placeless(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in ("_name_or_path", "name_or_path")
+    }
 
 
 def _at(config: Any, place: str) -> object:
