@@ -5,16 +5,15 @@ A layout arrives from another process: `decode` lets nothing through that would 
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from appliance.errors import PeerError
 from appliance.slabs.interface import LIMIT_SLABS
 
-VERSION = 1
+VERSION = 2
 LIMIT_BYTES = 16 << 20
 LIMIT_ENTRIES = 100_000
 LIMIT_STEPS = 64
@@ -44,9 +43,8 @@ class Key(NamedTuple):
 Step = str | int | Key
 Path = tuple[Step, ...]
 Kind = Literal["parameter", "buffer", "attribute"]
-_T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute")
-_PATH = itemgetter(0)
+_ATTRIBUTE = _KINDS.index("attribute")
 
 
 # Regions and entries are tuples, because a start makes thousands of them.
@@ -132,17 +130,13 @@ class Layout:
 
     def encode(self) -> bytes:
         """Return the bytes that `decode` reads: compact JSON, the same for equal layouts."""
-        holders = _Table[Path]()
-        holders.index(())
-        specs = _Table[TensorSpec]()
-        entries = [_entry_fields(entry, holders, specs) for entry in self.entries]
+        specs = {spec: index for index, spec in enumerate(dict.fromkeys(entry.spec for entry in self.entries))}
         document = {
             "v": VERSION,
             "slabs": self.slab_sizes,
-            "regions": [(r.slab, r.offset_bytes, r.size_bytes, int(r.shared)) for r in self.regions],
-            "holders": [(holders.index(path[:-1]), _step_field(path[-1])) for path in holders.items[1:]],
-            "specs": [_spec_fields(spec) for spec in specs.items],
-            "entries": entries,
+            "regions": _columns(self.regions, len(Region._fields)),
+            "specs": [_spec_fields(spec) for spec in specs],
+            "entries": _columns([_entry_fields(entry, specs) for entry in self.entries], len(TensorEntry._fields)),
         }
         return json.dumps(document, separators=(",", ":")).encode("ascii")
 
@@ -153,18 +147,22 @@ def decode(data: bytes) -> Layout:
     1. they are JSON of this version, within the limits above, every value of its type, no path twice
     2. regions are aligned, sorted, disjoint, each inside its slab
     3. every tensor's bytes, strides counted in, are inside its region, elements at multiples of their size
-    4. aliases point backwards, at entries that are no aliases
+    4. aliases point backwards, at entries that are no aliases and lie where they do
+
+    Regions and entries are written as one list for each of their fields, which is checked as a whole.
     """
     document = _json(data)
-    if type(document) is not dict or document.keys() != {"v", "slabs", "regions", "holders", "specs", "entries"}:
-        raise PeerError("layout: not an object with v, slabs, regions, holders, specs and entries")
+    if type(document) is not dict or document.keys() != {"v", "slabs", "regions", "specs", "entries"}:
+        raise PeerError("layout: not an object with v, slabs, regions, specs and entries")
     if document["v"] != VERSION:
         raise PeerError(f"layout: version {str(document['v'])[:20]!r}, this process reads {VERSION}")
     slab_sizes = _slab_sizes(document["slabs"])
-    regions = _regions(_list_of(document, "regions"), slab_sizes)
-    holders = _holders(_list_of(document, "holders"))
-    specs = [_spec(fields, index) for index, fields in enumerate(_list_of(document, "specs"))]
-    return Layout(slab_sizes, regions, _entries(_list_of(document, "entries"), holders, specs, regions))
+    regions = _regions(_lists(document["regions"], "regions", len(Region._fields)), slab_sizes)
+    if not _is_list(document["specs"]):
+        raise PeerError(f"layout: specs: not a list of at most {LIMIT_ENTRIES}")
+    specs = [_spec(fields, index) for index, fields in enumerate(document["specs"])]
+    entries = _entries(_lists(document["entries"], "entries", len(TensorEntry._fields)), specs, regions)
+    return Layout(slab_sizes, regions, entries)
 
 
 def shown(path: Path) -> str:
@@ -178,38 +176,25 @@ def shown(path: Path) -> str:
     return text
 
 
-class _Table(Generic[_T]):
-    """Numbers what it is asked for, in the order of the first asking; a path's own holder comes before it."""
-
-    def __init__(self) -> None:
-        self.items: list[_T] = []
-        self._indices: dict[_T, int] = {}
-
-    def index(self, item: _T) -> int:
-        found = self._indices.get(item)
-        if found is None:
-            found = self._indices[item] = len(self.items)
-            self.items.append(item)
-        return found
+def _columns(rows: Sequence[tuple[object, ...]], width: int) -> list[tuple[object, ...]]:
+    return list(zip(*rows, strict=True)) or [()] * width
 
 
-def _entry_fields(entry: TensorEntry, holders: _Table[Path], specs: _Table[TensorSpec]) -> tuple[object, ...]:
-    for length in range(1, len(entry.path)):
-        holder = holders.index(entry.path[:length])
-    holder = holders.index(entry.path[:-1])
-    home = (holder, _step_field(entry.path[-1]), _KINDS.index(entry.kind), int(entry.persistent))
-    if entry.alias is not None:
-        return (*home, entry.alias)
-    return (*home, specs.index(entry.spec), entry.region, entry.offset_bytes)
+def _entry_fields(entry: TensorEntry, specs: dict[TensorSpec, int]) -> tuple[object, ...]:
+    path, kind, persistent, spec, region, offset_bytes, alias = entry
+    return (_path_field(path), _KINDS.index(kind), persistent, specs[spec], region, offset_bytes, alias)
+
+
+def _path_field(path: Path) -> object:
+    """Return names joined by dots where there is nothing else in a path, which is usual."""
+    if all(type(step) is str and "." not in step for step in path):
+        return ".".join(map(str, path))
+    return [[step.value] if isinstance(step, Key) else step for step in path]
 
 
 def _spec_fields(spec: TensorSpec) -> tuple[object, ...]:
     flags = spec.requires_grad | spec.conjugated << 1 | spec.negated << 2 | spec.on_host << 3
     return (spec.type_name, spec.dtype, spec.shape, spec.stride, flags)
-
-
-def _step_field(step: Step) -> object:
-    return [step.value] if isinstance(step, Key) else step
 
 
 def _json(data: bytes) -> Any:
@@ -221,10 +206,14 @@ def _json(data: bytes) -> Any:
         raise PeerError(f"layout: not JSON: {str(error)[:80]}") from error
 
 
-def _list_of(document: dict[str, Any], name: str) -> list[Any]:
-    value = document[name]
-    if type(value) is not list or len(value) > LIMIT_ENTRIES:
-        raise PeerError(f"layout: {name}: not a list of at most {LIMIT_ENTRIES}")
+def _is_list(value: Any) -> bool:
+    return type(value) is list and len(value) <= LIMIT_ENTRIES
+
+
+def _lists(value: Any, name: str, count: int) -> list[list[Any]]:
+    """Return the lists of one table's fields, once they are so many and of one length."""
+    if type(value) is not list or len(value) != count or not all(map(_is_list, value)) or len(set(map(len, value))) > 1:
+        raise PeerError(f"layout: {name}: not {count} lists of one length, which is at most {LIMIT_ENTRIES}")
     return value
 
 
@@ -234,40 +223,21 @@ def _slab_sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _regions(value: list[Any], slab_sizes: tuple[int, ...]) -> tuple[Region, ...]:
+def _regions(lists: list[list[Any]], slab_sizes: tuple[int, ...]) -> tuple[Region, ...]:
+    slabs, offsets, sizes, shared = lists
+    _check_integers(slabs, 0, len(slab_sizes) - 1, "region", "no such slab")
+    _check_integers(offsets, 0, LIMIT_INTEGER, "region", "its offset is no size")
+    _check_integers(sizes, 1, LIMIT_INTEGER, "region", "empty, or its size is none")
+    _check_types(shared, {bool}, "region", "shared is neither true nor false")
     last_slab = last_end = 0
-    for index, fields in enumerate(value):
-        if type(fields) is not list or len(fields) != 4:
-            raise _bad("region", index, "not four integers")
-        slab, offset_bytes, size_bytes, shared = fields
-        if not (type(slab) is type(offset_bytes) is type(size_bytes) is type(shared) is int):
-            raise _bad("region", index, "not four integers")
-        if not 0 <= slab < len(slab_sizes) or not 0 <= shared <= 1:
-            raise _bad("region", index, "no such slab, or shared is neither 0 nor 1")
+    for index, (slab, offset_bytes, size_bytes) in enumerate(zip(slabs, offsets, sizes, strict=True)):
         end = offset_bytes + size_bytes
-        if offset_bytes < 0 or size_bytes <= 0 or end > slab_sizes[slab] or offset_bytes % ALIGNMENT_BYTES:
-            raise _bad("region", index, "empty, unaligned or outside of its slab")
+        if end > slab_sizes[slab] or offset_bytes % ALIGNMENT_BYTES:
+            raise _bad("region", index, "unaligned or outside of its slab")
         if slab < last_slab or (slab == last_slab and offset_bytes < last_end):
             raise _bad("region", index, "overlaps the one before it, or is out of order")
         last_slab, last_end = slab, end
-        fields[3] = shared == 1
-    return tuple(map(_new_region, value))
-
-
-def _holders(value: list[Any]) -> list[Path]:
-    """Return the path of every holder: the module itself first, then each a step below an earlier one."""
-    holders: list[Path] = [()]
-    names: set[str] = set()
-    for index, fields in enumerate(value):
-        if type(fields) is not list or len(fields) != 2 or type(fields[0]) is not int:
-            raise _bad("holder", index, "not a holder and a step")
-        if not 0 <= fields[0] < len(holders) or len(holders[fields[0]]) >= LIMIT_STEPS:
-            raise _bad("holder", index, "it is below no earlier holder, or too deep")
-        step = fields[1]
-        if type(step) is not str or step not in names:
-            step = _step(step, names, "holder", index)
-        holders.append((*holders[fields[0]], step))
-    return holders
+    return tuple(map(_new_region, zip(*lists, strict=True)))
 
 
 def _spec(fields: Any, index: int) -> TensorSpec:
@@ -297,77 +267,83 @@ def _spec(fields: Any, index: int) -> TensorSpec:
     return TensorSpec(type_name, dtype, tuple(shape), tuple(stride), *bits)
 
 
-def _entries(
-    value: list[Any], holders: list[Path], specs: list[TensorSpec], regions: tuple[Region, ...]
-) -> tuple[TensorEntry, ...]:
-    extents = [(spec, spec.extent_bytes, spec.item_bytes) for spec in specs]
-    entries: list[TensorEntry] = []
-    names: set[str] = set()
-    for index, fields in enumerate(value):
-        if type(fields) is not list or len(fields) not in (5, 7):
-            raise _bad("entry", index, "neither five nor seven fields")
-        holder, step, kind, persistent = fields[:4]
-        if type(holder) is not int or not 0 <= holder < len(holders):
-            raise _bad("entry", index, "no such holder")
-        # Most steps were good before: a call for each would take as long as all the rest.
-        if type(step) is not str or step not in names:
-            step = _step(step, names, "entry", index)
-        if type(kind) is not int or not 0 <= kind < len(_KINDS) or (kind < 2 and type(step) is not str):
-            raise _bad("entry", index, "unknown kind, or a parameter or buffer without a name")
-        if type(persistent) is not int or persistent not in (0, 1):
-            raise _bad("entry", index, "persistent is neither 0 nor 1")
-        path = (*holders[holder], step)
-        if len(fields) == 5:
-            alias = fields[4]
-            first = _first(alias, index, entries)
-            spec, region, offset_bytes = first.spec, first.region, first.offset_bytes
+def _entries(lists: list[list[Any]], specs: Sequence[TensorSpec], regions: Sequence[Region]) -> tuple[TensorEntry, ...]:
+    fields, kinds, persistent, numbers, places, offsets, aliases = lists
+    _check_integers(kinds, 0, len(_KINDS) - 1, "entry", "unknown kind")
+    _check_types(persistent, {bool}, "entry", "persistent is neither true nor false")
+    _check_integers(numbers, 0, len(specs) - 1, "entry", "no such spec")
+    _check_integers(places, 0, len(regions) - 1, "entry", "no such region", optional=True)
+    _check_integers(offsets, 0, LIMIT_INTEGER, "entry", "its offset is no size")
+    _check_integers(aliases, 0, len(kinds) - 1, "entry", "its alias is no entry", optional=True)
+    paths = _paths(fields)
+    extents = [(spec.extent_bytes, spec.item_bytes) for spec in specs]
+    rows = zip(paths, kinds, numbers, places, offsets, aliases, strict=True)
+    for index, (path, kind, number, place, offset_bytes, alias) in enumerate(rows):
+        extent_bytes, item_bytes = extents[number]
+        if offset_bytes % item_bytes:
+            raise _bad("entry", index, "its offset is no multiple of its element's size")
+        if place is None:
+            if extent_bytes or offset_bytes:
+                raise _bad("entry", index, "it has elements and no region")
+        elif not extent_bytes:
+            raise _bad("entry", index, "it has a region, and nothing to find there")
+        elif offset_bytes + extent_bytes > regions[place].size_bytes:
+            raise _bad("entry", index, "outside of its region")
+        if kind != _ATTRIBUTE and type(path[-1]) is not str:
+            raise _bad("entry", index, "a parameter or buffer without a name")
+        if alias is not None:
+            if alias >= index or aliases[alias] is not None:
+                raise _bad("entry", index, "its alias is no earlier entry with a tensor of its own")
+            if (number, place, offset_bytes) != (numbers[alias], places[alias], offsets[alias]):
+                raise _bad("entry", index, "it lies elsewhere than its alias")
+    named = map(_KINDS.__getitem__, kinds)
+    sorts = map(specs.__getitem__, numbers)
+    return tuple(map(_new_entry, zip(paths, named, persistent, sorts, places, offsets, aliases, strict=True)))
+
+
+def _paths(fields: list[Any]) -> list[Path]:
+    paths: list[Path] = []
+    for index, field in enumerate(fields):
+        # What is checked in a call of its own would take as long as all the rest, so here is what is usual.
+        if type(field) is str and len(field) <= LIMIT_TEXT and field.isprintable() and field.count(".") < LIMIT_STEPS:
+            paths.append(tuple(field.split(".")))
         else:
-            alias = None
-            spec, region, offset_bytes = _placed(fields, index, extents, regions)
-        entries.append(_new_entry((path, _KINDS[kind], persistent == 1, spec, region, offset_bytes, alias)))
-    if len(set(map(_PATH, entries))) != len(entries):
+            paths.append(_path(field, index))
+    if len(set(paths)) != len(paths):
         raise PeerError("layout: entries: the same path twice")
-    return tuple(entries)
+    return paths
 
 
-def _first(alias: Any, index: int, entries: list[TensorEntry]) -> TensorEntry:
-    if type(alias) is not int or not 0 <= alias < index or entries[alias].alias is not None:
-        raise _bad("entry", index, "its alias is no earlier entry with a tensor of its own")
-    return entries[alias]
+def _path(field: Any, index: int) -> Path:
+    steps = field.split(".") if type(field) is str else field
+    if type(steps) is not list or not 0 < len(steps) <= LIMIT_STEPS:
+        raise _bad("entry", index, f"its path is not one to {LIMIT_STEPS} steps")
+    return tuple([_step(step, index) for step in steps])
 
 
-def _placed(
-    fields: list[Any], index: int, extents: list[tuple[TensorSpec, int, int]], regions: tuple[Region, ...]
-) -> tuple[TensorSpec, int | None, int]:
-    """Return spec, region and offset, once the tensor's bytes are known to be inside the region."""
-    _, _, _, _, spec_index, region, offset_bytes = fields
-    if type(spec_index) is not int or not 0 <= spec_index < len(extents):
-        raise _bad("entry", index, "no such spec")
-    spec, extent_bytes, item_bytes = extents[spec_index]
-    if type(offset_bytes) is not int or offset_bytes < 0 or offset_bytes % item_bytes:
-        raise _bad("entry", index, "its offset is no multiple of its element's size")
-    if region is None:
-        if extent_bytes or offset_bytes:
-            raise _bad("entry", index, "it has elements and no region")
-    elif type(region) is not int or not 0 <= region < len(regions) or not extent_bytes:
-        raise _bad("entry", index, "no such region, or nothing to find there")
-    elif offset_bytes + extent_bytes > regions[region].size_bytes:
-        raise _bad("entry", index, "outside of its region")
-    return spec, region, offset_bytes
-
-
-def _step(step: Any, names: set[str], what: str, index: int) -> Step:
-    """Return the step; names that were good once are in `names`, as most repeat in every layer."""
-    if type(step) is str and step in names:
-        return step
-    if _is_text(step):
-        names.add(step)
-        return step  # type: ignore[no-any-return]
-    if _is_size(step):
+def _step(step: Any, index: int) -> Step:
+    if _is_text(step) or _is_size(step):
         return step  # type: ignore[no-any-return]
     if type(step) is list and len(step) == 1 and (_is_text(step[0]) or _is_integer(step[0])):
         return Key(step[0])
-    raise _bad(what, index, "its step is neither printable text, an index nor a key")
+    raise _bad("entry", index, "a step is neither printable text, an index nor a key")
+
+
+def _check_types(values: list[Any], kinds: set[type], what: str, reason: str) -> None:
+    """Raise PeerError, naming the first value of another type."""
+    if not set(map(type, values)) <= kinds:
+        raise _bad(what, next(index for index, value in enumerate(values) if type(value) not in kinds), reason)
+
+
+def _check_integers(
+    values: list[Any], least: int, most: int, what: str, reason: str, *, optional: bool = False
+) -> None:
+    """Raise PeerError, naming the first value that is no integer between these two; None is one if `optional`."""
+    _check_types(values, {int, type(None)} if optional else {int}, what, reason)
+    numbers = [value for value in values if value is not None] if optional else values
+    if numbers and not least <= min(numbers) <= max(numbers) <= most:
+        wrong = (index for index, value in enumerate(values) if value is not None and not least <= value <= most)
+        raise _bad(what, next(wrong), reason)
 
 
 def _is_size(value: Any) -> bool:

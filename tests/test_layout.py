@@ -56,6 +56,10 @@ def _refused(document: Any, match: str = "") -> None:
         decode(json.dumps(document).encode())
 
 
+def _columns(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
 def test_what_is_written_is_read_again() -> None:
     layout = _layout()
     assert decode(layout.encode()) == layout
@@ -76,6 +80,14 @@ def test_a_path_tells_names_indices_and_keys_apart() -> None:
     assert [entry.path for entry in decode(layout.encode()).entries] == paths
 
 
+def test_a_name_may_have_dots_and_be_empty_or_long() -> None:
+    long = ["n" * 1024] * 64
+    paths: list[layouts.Path] = [("a", "b"), ("a.b",), ("a", "", "b"), ("",), ("", ""), (".",), tuple(long)]
+    entries = tuple(TensorEntry(path, "attribute", False, _spec(), 0, 0, None) for path in paths)
+    layout = Layout((SLAB_BYTES,), (Region(0, 0, 600, True),), entries)
+    assert [entry.path for entry in decode(layout.encode()).entries] == paths
+
+
 def test_a_path_is_shown_as_python_writes_it() -> None:
     assert shown(("layers", "0", "scales", Key("k"), 1, Key(2), "weight")) == "layers.0.scales['k'][1][2].weight"
 
@@ -89,13 +101,13 @@ def test_an_entry_that_is_an_alias_says_what_the_first_says() -> None:
 def test_a_tensor_may_fill_its_region_to_the_last_byte_and_no_further(dtype: str) -> None:
     item_bytes = ITEM_BYTES[dtype]
     document = _document()
-    document["regions"] = [[0, 0, 7 * item_bytes, 1]]
+    document["regions"] = [[0], [0], [7 * item_bytes], [True]]
     document["specs"] = [["torch.Tensor", dtype, [2, 3], [4, 1], 0]]  # reaches to the seventh element
-    document["entries"] = [[0, "t", 2, 0, 0, 0, 0]]
+    document["entries"] = [["t"], [2], [False], [0], [0], [0], [None]]
     decode(json.dumps(document).encode())
     for change in (
         {"specs": [["torch.Tensor", dtype, [2, 3], [5, 1], 0]]},
-        {"entries": [[0, "t", 2, 0, 0, 0, item_bytes]]},
+        {"entries": [["t"], [2], [False], [0], [0], [item_bytes], [None]]},
     ):
         _refused({**document, **change}, "outside of its region")
 
@@ -103,7 +115,7 @@ def test_a_tensor_may_fill_its_region_to_the_last_byte_and_no_further(dtype: str
 @pytest.mark.parametrize(
     ("where", "value", "match"),
     [
-        ("v", 2, "version"),
+        ("v", 1, "version"),
         ("v", None, "version"),
         ("extra", 1, "not an object with"),
         ("slabs", [0], "sizes"),
@@ -113,36 +125,8 @@ def test_a_tensor_may_fill_its_region_to_the_last_byte_and_no_further(dtype: str
         ("slabs", [2**62 + 1], "sizes"),
         ("slabs", [4096] * 201, "sizes"),
         ("slabs", {}, "sizes"),
-        ("regions", {}, "not a list"),
-        ("regions", [[0, 0, 1]], "four integers"),
-        ("regions", [[0, 0, 1, True]], "four integers"),
-        ("regions", [[0, 0, 1.5, 1]], "four integers"),
-        ("regions", [[2, 0, 1, 1]], "no such slab"),
-        ("regions", [[-1, 0, 1, 1]], "no such slab"),
-        ("regions", [[0, 0, 1, 2]], "no such slab"),
-        ("regions", [[0, 8, 1, 1]], "unaligned"),
-        ("regions", [[0, -512, 1, 1]], "unaligned"),
-        ("regions", [[0, 0, 0, 1]], "empty"),
-        ("regions", [[0, 0, -1, 1]], "empty"),
-        ("regions", [[0, 0, SLAB_BYTES + 1, 1]], "outside of its slab"),
-        ("regions", [[0, 512, SLAB_BYTES - 511, 1]], "outside of its slab"),
-        ("regions", [[0, 2**80, 1, 1]], "outside of its slab"),
-        ("regions", [[0, 0, 513, 1], [0, 512, 1, 1]], "overlaps"),
-        ("regions", [[1, 0, 1, 1], [0, 0, 1, 1]], "out of order"),
-        ("holders", [[0, "a"]] * 100_001, "not a list"),
-        ("holders", [[1, "a"]], "no earlier holder"),
-        ("holders", [[-1, "a"]], "no earlier holder"),
-        ("holders", [[index, "a"] for index in range(70)], "too deep"),
-        ("holders", [["a", 0]], "not a holder and a step"),
-        ("holders", [[0, None]], "step is neither"),
-        ("holders", [[0, -1]], "step is neither"),
-        ("holders", [[0, 1.5]], "step is neither"),
-        ("holders", [[0, [1, 2]]], "step is neither"),
-        ("holders", [[0, [None]]], "step is neither"),
-        ("holders", [[0, "a\nb"]], "step is neither"),
-        ("holders", [[0, "\ud800"]], "step is neither"),
-        ("holders", [[0, "a" * 1025]], "step is neither"),
-        ("holders", [[0, [2**63]]], "step is neither"),
+        ("specs", {}, "not a list"),
+        ("specs", [[]] * 100_001, "not a list"),
         ("specs", [[]], "five fields"),
         ("specs", [[1, "int8", [], [], 0]], "type"),
         ("specs", [["\x00", "int8", [], [], 0]], "type"),
@@ -160,33 +144,121 @@ def test_a_tensor_may_fill_its_region_to_the_last_byte_and_no_further(dtype: str
         ("specs", [["t", "int8", [2, 0], [2**62, 1], 0]], "larger than any memory"),
         ("specs", [["t", "int8", [], [], 16]], "flags"),
         ("specs", [["t", "int8", [], [], True]], "flags"),
-        ("entries", [[0, "t", 0, 1, 0, 0]], "fields"),
-        ("entries", [[99, "t", 0, 1, 0, 0, 0]], "no such holder"),
-        ("entries", [[-1, "t", 0, 1, 0, 0, 0]], "no such holder"),
-        ("entries", [[0, "t", 3, 1, 0, 0, 0]], "unknown kind"),
-        ("entries", [[0, "t", "0", 1, 0, 0, 0]], "unknown kind"),
-        ("entries", [[0, 5, 0, 1, 0, 0, 0]], "without a name"),
-        ("entries", [[0, ["t"], 1, 1, 0, 0, 0]], "without a name"),
-        ("entries", [[0, "t", 0, 2, 0, 0, 0]], "persistent"),
-        ("entries", [[0, "t", 0, 1, 99, 0, 0]], "no such spec"),
-        ("entries", [[0, "t", 0, 1, -1, 0, 0]], "no such spec"),
-        ("entries", [[0, "t", 0, 1, 0, 99, 0]], "no such region"),
-        ("entries", [[0, "t", 0, 1, 0, -1, 0]], "no such region"),
-        ("entries", [[0, "t", 0, 1, 0, True, 0]], "no such region"),
-        ("entries", [[0, "t", 0, 1, 0, None, 0]], "no region"),
-        ("entries", [[0, "t", 0, 1, 0, 0, 1]], "multiple"),
-        ("entries", [[0, "t", 0, 1, 0, 0, -2]], "multiple"),
-        ("entries", [[0, "t", 0, 1, 0, 0, 590]], "outside of its region"),
-        ("entries", [[0, "t", 0, 1, 0, 0, 2**70]], "outside of its region"),
-        ("entries", [[0, "t", 0, 1, 0]], "alias"),
-        ("entries", [[0, "t", 0, 1, 0, 0, 0], [0, "u", 0, 1, -1]], "alias"),
-        ("entries", [[0, "t", 0, 1, 0, 0, 0], [0, "u", 0, 1, 1]], "alias"),
-        ("entries", [[0, "t", 0, 1, 0, 0, 0], [0, "u", 0, 1, 0], [0, "v", 0, 1, 1]], "alias"),
-        ("entries", [[0, "t", 0, 1, 0, 0, 0], [0, "t", 2, 0, 0]], "same path twice"),
     ],
 )  # fmt: skip
 def test_a_lie_is_refused(where: str, value: Any, match: str) -> None:
     _refused({**_document(), where: value}, match)
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([(2, 0, 1, True)], "no such slab"),
+        ([(0, 8, 1, True)], "unaligned"),
+        ([(0, 0, 0, True)], "empty"),
+        ([(0, 0, SLAB_BYTES + 1, True)], "outside of its slab"),
+        ([(0, 512, SLAB_BYTES - 511, True)], "outside of its slab"),
+        ([(0, 2**62 - 512, 1, True)], "outside of its slab"),
+        ([(0, 0, 513, True), (0, 512, 1, True)], "region 1: overlaps"),
+        ([(0, 0, 513, True), (1, 0, 1, True), (0, 1024, 1, True)], "region 2: .*out of order"),
+    ],
+)
+def test_a_region_that_cannot_be_is_refused(rows: list[tuple[Any, ...]], match: str) -> None:
+    _refused({**_document(), "regions": _columns(rows)}, match)
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([([], 2, True, 0, 0, 0, None)], "one to 64 steps"),
+        ([(["t"] * 65, 2, True, 0, 0, 0, None)], "one to 64 steps"),
+        ([(".".join("t" * 65), 2, True, 0, 0, 0, None)], "one to 64 steps"),
+        ([("a\nb", 2, True, 0, 0, 0, None)], "step is neither"),
+        ([("\ud800", 2, True, 0, 0, 0, None)], "step is neither"),
+        ([("a." + "b" * 1025, 2, True, 0, 0, 0, None)], "step is neither"),
+        ([(["a", "b" * 1025], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([(["a\nb"], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([None], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([-1], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([1.5], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([True], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([[]], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([[1, 2]], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([[None]], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([[2**63]], 2, True, 0, 0, 0, None)], "step is neither"),
+        ([([5], 0, True, 0, 0, 0, None)], "without a name"),
+        ([(["m", ["t"]], 1, True, 0, 0, 0, None)], "without a name"),
+        ([("t", 0, True, 0, None, 0, None)], "no region"),
+        ([("t", 0, True, 0, None, 2, None)], "no region"),
+        ([("t", 0, True, 3, None, 2, None)], "no region"),
+        ([("t", 0, True, 3, 0, 0, None)], "nothing to find"),
+        ([("t", 0, True, 0, 0, 1, None)], "multiple"),
+        ([("t", 0, True, 0, 0, 590, None)], "outside of its region"),
+        ([("t", 0, True, 0, 1, 2, None)], "outside of its region"),
+        ([("t", 0, True, 0, 0, 2**62 - 2, None)], "outside of its region"),
+        ([("t", 0, True, 0, 0, 0, 0)], "alias"),
+        ([("t", 0, True, 0, 0, 0, 1), ("u", 0, True, 0, 0, 0, None)], "entry 0: its alias"),
+        ([("t", 0, True, 0, 0, 0, None), ("u", 0, True, 0, 0, 0, 1)], "entry 1: its alias"),
+        ([("t", 0, True, 0, 0, 0, None), ("u", 0, True, 0, 0, 0, 0), ("v", 0, True, 0, 0, 0, 1)], "entry 2: its alias"),
+        ([("t", 0, True, 0, 0, 0, None), ("u", 0, True, 4, 0, 0, 0)], "entry 1: .* elsewhere"),
+        ([("t", 0, True, 0, 0, 0, None), ("u", 0, True, 0, 2, 0, 0)], "entry 1: .* elsewhere"),
+        ([("t", 0, True, 0, 0, 0, None), ("u", 0, True, 0, 0, 2, 0)], "entry 1: .* elsewhere"),
+        ([("t", 0, True, 0, 0, 0, None), ("t", 2, False, 0, 0, 0, 0)], "same path twice"),
+        ([("t", 0, True, 0, 0, 0, None), (["t"], 2, False, 0, 0, 0, 0)], "same path twice"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_cannot_be_is_refused(rows: list[tuple[Any, ...]], match: str) -> None:
+    _refused({**_document(), "entries": _columns(rows)}, match)
+
+
+_NO_INTEGERS: tuple[Any, ...] = ("0", 0.0, True, [], {}, [0])
+_COLUMNS: dict[tuple[str, int], tuple[Any, ...]] = {
+    ("regions", 0): (*_NO_INTEGERS, None, -1, 2, 2**64),
+    ("regions", 1): (*_NO_INTEGERS, None, -512, 2**62 + 1),
+    ("regions", 2): (*_NO_INTEGERS, None, -1, 0, 2**62 + 1),
+    ("regions", 3): (0, 1, None, "", [], {}),
+    ("entries", 0): (0, None, True, 1.5, {}, [], [[]], [None], "\x00"),
+    ("entries", 1): (*_NO_INTEGERS, None, -1, 3, 2**64),
+    ("entries", 2): (0, 1, None, "", [], {}),
+    ("entries", 3): (*_NO_INTEGERS, None, -1, 5, 2**64),
+    ("entries", 4): (*_NO_INTEGERS, -1, 3, 2**64),
+    ("entries", 5): (*_NO_INTEGERS, None, -2, 2**62 + 2),
+    ("entries", 6): (*_NO_INTEGERS, -1, 6, 2**64),
+}
+"""Of each list of a table, what is none of its values, wherever it stands."""
+
+
+@pytest.mark.parametrize(("table", "column"), _COLUMNS)
+def test_a_value_of_another_type_or_range_is_refused_naming_its_place(table: str, column: int) -> None:
+    what = {"regions": "region", "entries": "entry"}[table]
+    for index in range(len(_document()[table][column])):
+        for value in _COLUMNS[table, column]:
+            document = _document()
+            document[table][column][index] = value
+            _refused(document, f"layout: {what} {index}: ")
+
+
+@pytest.mark.parametrize(("table", "column"), _COLUMNS)
+def test_lists_of_another_number_or_length_are_refused(table: str, column: int) -> None:
+    values = _document()[table][column]
+    changes: list[Any] = [values[:-1], [*values, values[-1]], [], None, {}, "0" * len(values), 1]
+    for change in changes:
+        document = _document()
+        document[table][column] = change
+        _refused(document, f"layout: {table}: not . lists of one length")
+    document = _document()
+    del document[table][column]
+    _refused(document, f"layout: {table}: not . lists of one length")
+    document = _document()
+    document[table].append(values)
+    _refused(document, f"layout: {table}: not . lists of one length")
+
+
+@pytest.mark.parametrize(("table", "width"), [("regions", 4), ("entries", 7)])
+def test_a_table_that_is_none_or_too_long_is_refused(table: str, width: int) -> None:
+    values: list[Any] = [{}, None, [], 4, "four", [[0] * 100_001] * width]
+    for value in values:
+        _refused({**_document(), table: value}, f"layout: {table}: not {width} lists of one length")
 
 
 @pytest.mark.parametrize(
