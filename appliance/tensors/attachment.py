@@ -44,8 +44,8 @@ def attach(
         tensors = _tensors(layout, found, _memory(layout, mappings, copy=copy), _device(mappings))
     for slot in extra:
         remove(slot)
-    for home, tensor in zip(found, tensors, strict=True):
-        home.bind(tensor)
+    for (slot, _, _), tensor in zip(found, tensors, strict=True):
+        slot.put(tensor)
 
 
 def _device(mappings: Sequence[Mapping]) -> torch.device:
@@ -88,7 +88,7 @@ def _tensors(
     """Return the tensor object of each entry."""
     tensors: list[torch.Tensor] = []
     blanks = Blanks()
-    for (_, _, _, spec, region, offset_bytes, alias), home in zip(layout.entries, found, strict=True):
+    for (_, _, _, spec, region, offset_bytes, alias), (_, kind, model) in zip(layout.entries, found, strict=True):
         if alias is not None:
             tensors.append(tensors[alias])
             continue
@@ -96,5 +96,5 @@ def _tensors(
             tensor = empty(spec, _CPU if spec.on_host else device)
         else:
             tensor = blanks.tensor_in(memory[region], spec, offset_bytes)
-        tensors.append(typed(tensor, home.type, home.model, grad=spec.requires_grad))
+        tensors.append(typed(tensor, kind, model, grad=spec.requires_grad))
     return tensors

@@ -8,7 +8,6 @@ removed. Whether the result is the original, flags included, `differences` tells
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,25 +22,22 @@ from appliance.tensors.storage import DTYPES, dtype_name, type_name
 Stage = Literal["loaded", "processed"]
 
 _PLAIN = {type_name(kind): kind for kind in (torch.Tensor, nn.Parameter)}
-_TYPE_NAMES = ByClass(type_name)
-_IS_LAZY = ByClass(lambda kind: issubclass(kind, UninitializedTensorMixin))
+_CLASSES = ByClass(lambda kind: (type_name(kind), issubclass(kind, UninitializedTensorMixin)))
 
 
-@dataclass(slots=True, eq=False)
-class Home:
-    """One entry's place, the class that its tensor object gets, and whose attributes."""
+Home = tuple[Slot, type[torch.Tensor], torch.Tensor | None]
+"""One entry's place, the class that its tensor object gets, and whose attributes."""
 
-    slot: Slot
-    type: type[torch.Tensor]
-    model: torch.Tensor | None
-    is_new: bool = False
 
-    def bind(self, tensor: torch.Tensor) -> None:
-        if self.is_new and isinstance(self.slot.holder, nn.Module):
-            remove(self.slot)
-            if self.slot.kind == "buffer" and not self.slot.persistent:
-                self.slot.holder._non_persistent_buffers_set.add(str(self.slot.path[-1]))
-        self.slot.put(tensor)
+class NewSlot(Slot):
+    """A place that holds no tensor yet, or one of another kind."""
+
+    def put(self, value: object) -> None:
+        if isinstance(self.holder, nn.Module):
+            remove(self)
+            if self.kind == "buffer" and not self.persistent:
+                self.holder._non_persistent_buffers_set.add(str(self.path[-1]))
+        super().put(value)
 
 
 def homes(inventory: Inventory, layout: Layout, stage: Stage) -> tuple[list[Home], list[Slot]]:
@@ -84,7 +80,9 @@ def remove(slot: Slot) -> None:
 
 def _extra(inventory: Inventory, layout: Layout, found: Sequence[Home]) -> list[Slot]:
     """Return the slots that no entry is for. The paths of a layout are different ones, so often counting is enough."""
-    if len(found) == len(layout.entries) == len(inventory.slots) and not any(home.is_new for home in found):
+    if len(found) == len(layout.entries) == len(inventory.slots) and NewSlot not in {
+        type(slot) for slot, _, _ in found
+    }:
         return []
     paths = {entry.path for entry in layout.entries}
     return [slot for path, slot in inventory.slots.items() if path not in paths]
@@ -92,35 +90,35 @@ def _extra(inventory: Inventory, layout: Layout, found: Sequence[Home]) -> list[
 
 def _same_home(entry: TensorEntry, slot: Slot) -> Home | None:
     """Return the slot as a home if what is there is like the entry's tensor."""
-    _, entry_kind, persistent, spec, _, _, alias = entry
     tensor = slot.value
-    if slot.kind != entry_kind or slot.persistent != persistent:
+    if slot.kind != entry.kind or slot.persistent != entry.persistent:
         return None
-    kind = type(tensor)
-    if _IS_LAZY[kind]:  # takes any shape, and becomes another class with it
-        return Home(slot, kind.cls_to_become, tensor)
+    kind, spec = type(tensor), entry.spec
+    name, is_lazy = _CLASSES[kind]
+    if is_lazy:  # takes any shape, and becomes another class with it
+        return slot, kind.cls_to_become, tensor
     # Where the shard has another place's tensor, this place's class is of no account.
-    if alias is None and _TYPE_NAMES[kind] != spec.type_name:
+    if name != spec.type_name and entry.alias is None:
         return None
-    if tensor.dtype is not DTYPES.get(spec.dtype) or tensor.shape != spec.shape:
+    if tensor.shape != spec.shape or tensor.dtype is not DTYPES.get(spec.dtype):
         return None
-    return Home(slot, kind, tensor)
+    return slot, kind, tensor
 
 
 def _new_home(entry: TensorEntry, slot: Slot | None, inventory: Inventory) -> Home | None:
     """Return a home that need not be like what is there, if there is anything to hold it."""
     kind = _PLAIN.get(entry.spec.type_name)
     model: torch.Tensor | None = None
-    if slot is not None and _TYPE_NAMES[type(slot.value)] == entry.spec.type_name:
+    if slot is not None and type_name(type(slot.value)) == entry.spec.type_name:
         kind, model = type(slot.value), slot.value
     if kind is None or entry.spec.dtype not in DTYPES:
         return None
     if slot is not None and (slot.kind, slot.persistent) == (entry.kind, entry.persistent):
-        return Home(slot, kind, model)
+        return slot, kind, model
     holder = inventory.holders.get(entry.path[:-1])
     if not _can_hold(holder, entry):
         return None
-    return Home(Slot(entry.path, entry.kind, entry.persistent, holder, None), kind, model, is_new=True)
+    return NewSlot(entry.path, entry.kind, entry.persistent, holder, None), kind, model
 
 
 def _can_hold(holder: Any, entry: TensorEntry) -> bool:
@@ -138,15 +136,15 @@ def _clashes(entries: Sequence[TensorEntry], found: Sequence[Home]) -> list[str]
     """Name the entries whose place another entry has filled with another tensor: a skeleton may share a module."""
     clashing = []
     taken: dict[tuple[int, object], int] = {}
-    for index, (entry, home) in enumerate(zip(entries, found, strict=True)):
-        tensor, slot = index if entry.alias is None else entry.alias, home.slot
+    for index, (entry, (slot, _, _)) in enumerate(zip(entries, found, strict=True)):
+        tensor = index if entry.alias is None else entry.alias
         if slot.parent is None and taken.setdefault((id(slot.holder), entry.path[-1]), tensor) != tensor:
             clashing.append(entry.name)
     return clashing
 
 
 def _difference(entry: TensorEntry, slot: Slot) -> str:
-    here = f"{_described(slot.kind, slot.persistent)} {_TYPE_NAMES[type(slot.value)]} {dtype_name(slot.value.dtype)}"
+    here = f"{_described(slot.kind, slot.persistent)} {type_name(type(slot.value))} {dtype_name(slot.value.dtype)}"
     spec = entry.spec
     there = f"{_described(entry.kind, entry.persistent)} {spec.type_name} {spec.dtype} {list(spec.shape)}"
     return f"here {here} {list(slot.value.shape)}, in the shard {there}"

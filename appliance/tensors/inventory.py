@@ -26,7 +26,9 @@ LIMIT_NAMED = 5  # of the places that one message names
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset, OrderedDict})
+_PLAIN = _ATOMS | _CONTAINERS
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_NOT_REGISTERED = dict.fromkeys(_REGISTRIES)
 _CAPTURES = (types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial, set, frozenset)
 
 
@@ -92,32 +94,34 @@ class _Walker:
     def add_module(self, path: Path, module: nn.Module) -> None:
         """List the registered tensors of a module and of all below it, and note them for the search."""
         stack: list[tuple[Path, nn.Module, frozenset[int]]] = [(path, module, frozenset())]
-        add_slot, seen, holders = self._add_slot, self._seen, self.inventory.holders
+        seen, slots, holders = self._seen, self.inventory.slots, self.inventory.holders
         while stack:
             path, module, above = stack.pop()
-            self._visited += 1
-            if self._visited > LIMIT_OBJECTS:
-                raise _too_many()
+            self._count()
             if _IS_SCRIPT[type(module)]:
                 self._captures.append((path, module))
                 continue
             holders[path] = module
             for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    add_slot(Slot((*path, name), "parameter", True, module, parameter))
-            if module._buffers:
-                for name, buffer in module._buffers.items():
+                if parameter is not None:  # as `_add_slot` does, without the call: there are thousands
+                    place = (*path, name)
+                    slots[place] = Slot(place, "parameter", True, module, parameter)
+                    if parameter.__dict__:
+                        self._note(place, parameter)
+            if buffers := module._buffers:
+                for name, buffer in buffers.items():
                     if buffer is not None:
                         persistent = name not in module._non_persistent_buffers_set
-                        add_slot(Slot((*path, name), "buffer", persistent, module, buffer))
-            if id(module) not in seen:
-                seen[id(module)] = module
+                        self._add_slot(Slot((*path, name), "buffer", persistent, module, buffer))
+            number = id(module)
+            if number not in seen:
+                seen[number] = module
                 if _holds_more(module):
                     self._queue.append((path, module, None))
             else:
                 self.inventory.repeated.append(path)
             if children := module._modules:
-                above |= {id(module)}
+                above |= {number}
                 # A module may hold one that holds it.
                 stack += [
                     ((*path, name), child, above)
@@ -184,9 +188,8 @@ class _Walker:
         elif nature is _Nature.INSTANCE and not instance_dict(value):
             if gc.is_tracked(value):
                 self._captures.append((path, value))
-        elif id(value) not in self._seen:
-            self._seen[id(value)] = value
-            self._queue.append((path, value, None))
+        else:
+            self._note(path, value)
 
     def _visit_tuple(self, path: Path, value: tuple[Any, ...], holder: Any, parent: Slot | None) -> None:
         # Not once but under each path: there is no changing a tuple for all its holders.
@@ -205,10 +208,14 @@ class _Walker:
 
     def _add_slot(self, slot: Slot) -> None:
         self.inventory.slots[slot.path] = slot
-        tensor = slot.value
-        if tensor.__dict__ and id(tensor) not in self._seen:
-            self._seen[id(tensor)] = tensor
-            self._queue.append((slot.path, tensor, None))
+        if slot.value.__dict__:
+            self._note(slot.path, slot.value)
+
+    def _note(self, path: Path, holder: object) -> None:
+        """Have the search look into an object, once."""
+        if id(holder) not in self._seen:
+            self._seen[id(holder)] = holder
+            self._queue.append((path, holder, None))
 
     def _count(self) -> None:
         self._visited += 1
@@ -222,12 +229,10 @@ def _too_many() -> TensorError:
 
 def _holds_more(module: nn.Module) -> bool:
     """Tell whether a module has attributes to look into, beside what is registered; most have none."""
-    for name, value in module.__dict__.items():
-        kind = type(value)
-        # Most are the empty registries of a module's hooks, and most of the rest are atoms.
-        if (value if kind in _CONTAINERS else kind not in _ATOMS) and name not in _REGISTRIES:
-            return True
-    return bool(SLOT_NAMES[type(module)])
+    values = (module.__dict__ | _NOT_REGISTERED).values()
+    # Nothing but atoms, and empty containers: most are the registries of a module's hooks.
+    is_plain = _PLAIN.issuperset(map(type, values)) and _ATOMS.issuperset(map(type, filter(None, values)))
+    return not is_plain or bool(SLOT_NAMES[type(module)])
 
 
 def _brief(key: object) -> str:
