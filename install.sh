@@ -204,6 +204,10 @@ bundle() {
     is_bundle && die $EX_USAGE "this is a bundle already"
     shift
     require_linux
+    for image in "$@"; do
+        podman image exists "$image" || die $EX_UNAVAILABLE "there is no image $image to pack" \
+            "podman images lists those that $(id -un) has; root's are others than an ordinary user's"
+    done
     folder=$(mktemp -d)
     # shellcheck disable=SC2064 # it is gone when the trap runs
     trap "rm -rf -- '$folder'" EXIT

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 PODMAN = """#!/bin/sh
 case $1 in
 save) echo "image ${5}" >"$4" ;;
+image) test "$3" != localhost/absent:1 ;;
 *) echo "$*" >>"$CALLS" ;;
 esac
 """
@@ -73,6 +74,15 @@ def test_a_bundle_says_which_python_it_is_for(unpacked: Path, environment: dict[
     finally:
         written.write_text(before)
     assert done.returncode == 69 and "no Python 3.99 here, which this bundle is for" in done.stderr
+
+
+def test_an_image_that_is_not_there_is_said_before_anything_is_fetched(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [CHECKOUT / "install.sh", "--bundle", "made.tar", "localhost/engine:1", "localhost/absent:1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 69 and "there is no image localhost/absent:1 to pack" in done.stderr
+    assert "fetching" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def _run(command: list[str | Path], folder: Path, environment: dict[str, str]) -> None:
