@@ -13,6 +13,7 @@ import torch
 import vllm.config
 from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.fused_moe import expert_map_manager
 from vllm.model_executor.model_loader import utils as vllm_loading
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -119,9 +120,15 @@ class VllmSource:
         experts.extend(name for name in layers.experts if name not in experts)
 
     def _built(self, device: torch.device) -> torch.nn.Module:
-        # A head on the target's states may lack an embedding and an output: vLLM gives it the target's afterwards.
-        blank = _Blank() if self.role == DRAFT else contextlib.nullcontext()
-        with set_default_torch_dtype(self._model_config.dtype), device, blank, self._own_layers() as layers:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(set_default_torch_dtype(self._model_config.dtype))
+            stack.enter_context(device)
+            if self.role == DRAFT:
+                # A head on the target's states may lack embedding and output: vLLM gives it the target's afterwards.
+                stack.enter_context(_Blank())
+            if device.type == "meta":
+                stack.enter_context(_readable_maps())
+            layers = stack.enter_context(self._own_layers())
             module: torch.nn.Module = vllm_loading.initialize_model(
                 vllm_config=self._config, model_config=self._model_config, prefix=self._prefix
             )
@@ -156,6 +163,25 @@ class VllmSource:
     def _process(self, module: torch.nn.Module) -> None:
         with set_default_torch_dtype(self._model_config.dtype), self._device:
             vllm_loading.process_weights_after_loading(module, self._model_config, self._device)
+
+
+@contextlib.contextmanager
+def _readable_maps() -> Iterator[None]:
+    """Have a skeleton's maps of experts hold values: vLLM reads them while it builds a model, to log them.
+
+    What an attached module gets is the shard's, as for any other tensor.
+    """
+    mapped = expert_map_manager.determine_expert_map
+
+    def readable(*arguments: Any, **options: Any) -> Any:
+        with torch.device(CPU):
+            return mapped(*arguments, **options)
+
+    expert_map_manager.determine_expert_map = readable
+    try:
+        yield
+    finally:
+        expert_map_manager.determine_expert_map = mapped
 
 
 class _Blank(TorchFunctionMode):

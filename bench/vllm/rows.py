@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.checkpoint.keys import load_private_key
+from appliance.checkpoint.signature import sign
 from tests.sites import Site
 from tests.vllm.checkpoints import make_checkpoint
+from tests.vllm.drafts import add_draft
 
 RESIDENT_TIMEOUT_S = 240.0
 PARITY_TIMEOUT_S = 400.0
@@ -30,22 +33,26 @@ GPU_ARGUMENTS = ("--kv-cache-memory-bytes", "500000000", "--gpu-memory-utilizati
 # Its sampler is compiled for minutes at the first start, and these rows are greedy.
 GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 GPU_GRAPHS = ("--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4]}')
+SEVERAL_RANKS = ("--enforce-eager", "--disable-custom-all-reduce")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model: its architecture, its quantization method, further arguments of vLLM, and ranks."""
+    """One model: its architecture, its quantization method, further arguments of vLLM, ranks, how it speculates."""
 
     architecture: str
     method: str | None = None
     arguments: tuple[str, ...] = ()
     tensor: int = 1
     dtype: str = "auto"
+    expert: int = 1
+    draft: str = ""
 
     @property
     def name(self) -> str:
         extra = "".join(part.strip("-").replace("/", "-") for part in self.arguments[:2])
-        parts = (self.architecture, self.method, f"tp{self.tensor}" if self.tensor > 1 else "", extra)
+        ranks = (f"tp{self.tensor}" if self.tensor > 1 else "", f"ep{self.expert}" if self.expert > 1 else "")
+        parts = (self.architecture, self.method, *ranks, self.draft, extra)
         return ".".join(part for part in parts if part)
 
 
@@ -64,7 +71,13 @@ ROWS = (
     Row("qwen3", "compressed-tensors-int8"),
     Row("qwen3", "awq", dtype="float16"),
     Row("qwen3", "gptq", dtype="float16"),
-    Row("qwen3", None, ("--enforce-eager", "--disable-custom-all-reduce"), tensor=2),
+    Row("qwen3", None, SEVERAL_RANKS, tensor=2),
+    Row("qwen3-moe", None, SEVERAL_RANKS, tensor=2, expert=2),
+    Row("deepseek-v3", None, SEVERAL_RANKS, tensor=2, expert=2),
+    Row("llama", draft="draft_model"),
+    Row("llama", draft="eagle"),
+    Row("llama", draft="eagle3"),
+    Row("deepseek-v3", draft="mtp"),
 )
 
 
@@ -79,7 +92,8 @@ def measure(row: Row, folder: Path, *, gpu: int | None, control: bool) -> dict[s
     else:
         engine["args"] += ["--enforce-eager"]
         engine["environment"] = CPU_ENVIRONMENT
-    settings: dict[str, Any] = {"engine": engine, "parallel": {"tensor": row.tensor}, "dtype": row.dtype}
+    parallel = {"tensor": row.tensor, "expert": row.expert}
+    settings: dict[str, Any] = {"engine": engine, "parallel": parallel, "dtype": row.dtype}
     if gpu is not None:
         settings["gpus"] = list(range(gpu, gpu + row.tensor))
     checkpoint = make_checkpoint(
@@ -88,7 +102,11 @@ def measure(row: Row, folder: Path, *, gpu: int | None, control: bool) -> dict[s
         method=row.method,
         large=gpu is not None or row.method is not None,
     )
+    if row.draft:
+        settings["draft"] = add_draft(folder / "draft", checkpoint, row.draft)
     site = Site(folder / "site", checkpoint, wait=RESIDENT_TIMEOUT_S, **settings)
+    if (folder / "draft").exists():
+        sign(folder / "draft", load_private_key(site.folder / "signer.key"))
     with (folder / "log.txt").open("w") as log:
         environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
         argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(site.manifest), "--model", "m"]
