@@ -5,6 +5,7 @@ a descriptor that the message does not announce. No reader allocates more than o
 """
 
 import dataclasses
+import functools
 import json
 import socket
 import typing
@@ -278,18 +279,24 @@ def decode(data: bytes) -> Message:
     kind = _MESSAGES.get(op) if isinstance(op, str) and op else None
     if kind is None:
         raise PeerError(f"unknown message {op[:40]!r}" if isinstance(op, str) else "message without a name")
-    types = typing.get_type_hints(kind)
-    names = [item.name for item in dataclasses.fields(kind)]
-    if unknown := body.keys() - set(names):
+    types = _field_types(kind.op)
+    if unknown := body.keys() - types.keys():
         raise PeerError(f"{op}: unknown field {min(unknown)[:40]!r}")
-    for name in names:
+    for name, wanted in types.items():
         if name not in body:
             raise PeerError(f"{op}: field {name!r} is missing")
-        if not _fits(body[name], types[name]):
-            raise PeerError(f"{op}: field {name!r} is not of type {types[name]}")
-        if types[name] is float:
+        if not _fits(body[name], wanted):
+            raise PeerError(f"{op}: field {name!r} is not of type {wanted}")
+        if wanted is float:
             body[name] = float(body[name])
     return kind(**body)
+
+
+@functools.cache
+def _field_types(op: str) -> dict[str, Any]:
+    kind = _MESSAGES[op]
+    types = typing.get_type_hints(kind)
+    return {item.name: types[item.name] for item in dataclasses.fields(kind)}
 
 
 def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[Descriptor, ...]:

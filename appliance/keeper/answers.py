@@ -115,10 +115,14 @@ class Answers:
         else:
             fields = Fingerprint.from_json(asked.fingerprint).differences(shard.record.fingerprint)
             verdict = refused(Reason.FINGERPRINT_DIFFERS, fields=fields) if fields else Verdict(Outcome.HIT)
-        self._judge(connection, verdict)
         if shard is None or verdict.outcome is not Outcome.HIT:
+            self._judge(connection, verdict)
             raise RefuseError(verdict)
-        connection.send(wire.Attached(shard_id=shard.record.shard_id), shard.slabs)
+        try:
+            connection.send(wire.Attached(shard_id=shard.record.shard_id), shard.slabs)
+        finally:
+            # Afterwards: no engine waits for our log. And whether or not it heard of it.
+            self._judge(connection, verdict)
         self._lease(connection, shard, Outcome.HIT)
 
     def _renew(self, connection: Connection, asked: wire.Renew) -> None:

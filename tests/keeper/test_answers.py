@@ -1,6 +1,8 @@
 """What a keeper answers to those who attach, report and evict, and that every attempt ends in a verdict."""
 
 import os
+import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +16,7 @@ from appliance.client import RefusedError
 from appliance.descriptors import close_all
 from appliance.errors import PeerError
 from appliance.fingerprint import Difference, Fingerprint
+from appliance.keeper import answers
 from appliance.keeper.holdings import State
 from appliance.verdict import Outcome, Reason, Verdict, refused
 from tests.descriptors import count_descriptors
@@ -254,6 +257,35 @@ def test_reports_do_not_pile_up(serving: Serving) -> None:
             engine.report(Verdict(Outcome.HIT), phases_s)
         (lease,) = engine.status()["leases"]
         assert len(lease["phases_s"]) <= 40
+
+
+def test_a_hit_is_answered_before_it_is_logged(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving.put(shard_of())
+    answered = threading.Event()
+    logged = []
+
+    def log(text: str, **fields: object) -> None:
+        logged.append(answered.wait(5))
+
+    with serving.connect() as client:
+        monkeypatch.setattr(answers, "event", log)
+        attach(client, fingerprint_of(TARGET))
+        answered.set()
+        client.status()
+    assert logged[0]
+
+
+def test_a_hit_that_nobody_waits_for_any_more_is_counted(serving: Serving) -> None:
+    serving.put(shard_of())
+    fingerprint = fingerprint_of(TARGET).to_json()
+    with serving.raw() as deaf:
+        deaf.shutdown(socket.SHUT_RD)
+        wire.send(deaf, wire.Attach(role="target", rank=0, client="deaf", fingerprint=fingerprint))
+        ended = select.poll()
+        ended.register(deaf, 0)
+        assert ended.poll(10_000)
+    assert dict(serving.holdings.verdict_counts) == {("hit", ""): 1}
+    assert not serving.holdings.leases
 
 
 @pytest.mark.parametrize(
