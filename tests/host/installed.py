@@ -34,6 +34,7 @@ INSTALL_TIMEOUT_S = 900.0
 START_TIMEOUT_S = 120.0
 MODEL = "m"
 PORT, OTHER_PORT, HEALTH_PORT = 18001, 18002, 19001
+PLACE = "/root/checkout"
 PYTHON_PLACE = "/opt/python"
 VLLM_PLACE = "/opt/vllm"
 MANIFEST = "/etc/appliance/appliance.yaml"
@@ -133,14 +134,16 @@ def installed(kind: Kind, folder: Path) -> Iterator[Host]:
 
 def copy_checkout(machine: Machine) -> None:
     for name in SHIPPED:
-        machine.copy_in(CHECKOUT / name, f"/root/checkout/{name}")
+        machine.copy_in(CHECKOUT / name, f"{PLACE}/{name}")
 
 
-def install(machine: Machine, *arguments: str) -> str:
-    """Run install.sh in there, with the Python of this test run, and return what it said."""
-    environment = pip_environment() | {"PYTHON": _python()}
-    done = machine.run(["/root/checkout/install.sh", *arguments], timeout_s=INSTALL_TIMEOUT_S, environment=environment)
-    return done.stderr
+def install(machine: Machine, *arguments: str, place: str = PLACE, network: bool = True, extras: str = "") -> str:
+    """Run the install.sh of a place in there, with the Python of this test run, and return what it said."""
+    environment = {"PYTHON": _python()} | ({"APPLIANCE_EXTRAS": extras} if extras else {})
+    if network:
+        environment |= pip_environment()
+    command = [*([] if network else ["unshare", "--net"]), f"{place}/install.sh", *arguments]
+    return machine.run(command, timeout_s=INSTALL_TIMEOUT_S, environment=environment).stderr
 
 
 def pip_environment() -> dict[str, str]:

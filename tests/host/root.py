@@ -30,8 +30,8 @@ class Release:
 
 _SYSTEM = ("systemd", "systemd-sysv", "dbus", "python3", "python3-venv", "iproute2", "procps")
 RELEASES: dict[Kind, Release] = {
-    # vLLM's build for a CPU links libnuma.
-    "trixie": Release("trixie", 257, (*_SYSTEM, "podman", "crun", "netavark", "libnuma1")),
+    # Rootless Podman maps several users with uidmap. vLLM's build for a CPU links libnuma.
+    "trixie": Release("trixie", 257, (*_SYSTEM, "podman", "crun", "netavark", "uidmap", "libnuma1")),
     # Its Podman has no Quadlet, and its units fail in a container.
     "bookworm": Release("bookworm", 252, _SYSTEM),
 }

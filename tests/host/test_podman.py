@@ -14,7 +14,7 @@ from appliance.host.unit_files import unit_files
 from appliance.host.unit_text import Link
 from tests.host.checkpoints import Checkpoints
 from tests.host.images import BASE as BASE_IMAGE
-from tests.host.images import IMAGE, build_engine_image
+from tests.host.images import IMAGE, OURS, added, build_engine_image, build_image
 from tests.host.installed import CHECKOUT, MODEL, OTHER_PORT, PORT, Host
 from tests.host.machine import Completed
 from tests.host.served import BASE, ENGINE, WEIGHTS, answers, health, is_back, serves
@@ -33,6 +33,17 @@ from pathlib import Path
 from appliance.client import KeeperClient
 with KeeperClient.connect(Path("/run/appliance/{MODEL}/keeper.sock")) as client:
     print(client.status()["state"])
+"""
+
+# A GPU for Podman: a device node that no container has unless it is given one, and that anybody may open.
+GPU, NODE = "GPU-8a6f0c6b-7d2e-4c55-9c1b-0f3a5d1e2b4c", "/dev/nvidia0"
+CDI = f"""
+cdiVersion: 0.5.0
+kind: nvidia.com/gpu
+devices:
+  - name: {GPU}
+    containerEdits:
+      deviceNodes: [{{path: {NODE}, type: c, major: 1, minor: 11, fileMode: 0o666, permissions: rw}}]
 """
 
 # The other release has no Podman.
@@ -67,6 +78,14 @@ def host(podman: Host, checkpoints: Checkpoints) -> Host:
         podman.machine.systemctl("start", WEIGHTS, ENGINE, timeout_s=120)
     assert serves(podman, checkpoints)
     return podman
+
+
+def test_the_image_adds_our_package_to_its_base_and_nothing_else(podman: Host) -> None:
+    paths, size_bytes = added(podman, IMAGE, BASE_IMAGE)
+    assert paths and not [path for path in paths if not OURS.search(path)] and size_bytes < 5_000_000
+    [found] = json.loads(podman.machine.run(["podman", "image", "inspect", IMAGE]).stdout)
+    assert found["Labels"]["org.opencontainers.image.title"] == "appliance engine" and found["User"] == "65532:65532"
+    assert found["Healthcheck"]["Test"][:4] == ["CMD", "python3", "-m", "appliance.engine.alive"]
 
 
 def test_an_engine_moves_into_a_container_and_attaches(podman: Host, checkpoints: Checkpoints) -> None:
@@ -156,10 +175,29 @@ def test_a_container_does_not_notice_its_keeper_or_a_reload(host: Host, checkpoi
     assert set(stream.outcomes) == {"answered"}
 
 
+def test_a_device_that_cdi_describes_is_not_lost_over_a_reload(host: Host) -> None:
+    as_root = ["podman", "run", "--rm", "--network=none", "--cap-add=mknod", "--user=0:0", "--entrypoint=sh", IMAGE]
+    done = host.machine.run([*as_root, "-c", "mknod /made c 1 11 && : >/made"], check=False)
+    assert "Operation not permitted" in done.stderr, "without a grant it cannot be opened here"
+    host.machine.write("/etc/cdi/nvidia.yaml", CDI)
+    mine = f"/etc/containers/systemd/engine@{MODEL}.container.d/50-mine.conf"
+    host.machine.write(mine, f"[Container]\nAddDevice=nvidia.com/gpu={GPU}\n")
+    host.machine.systemctl("daemon-reload")
+    try:
+        host.machine.systemctl("restart", ENGINE, timeout_s=120)
+        engine = host.pid(ENGINE)
+        for verb in ("daemon-reload", "daemon-reexec"):
+            host.machine.systemctl(verb)
+            host.machine.run(["podman", "exec", CONTAINER, "sh", "-c", f": >{NODE}"])
+        assert host.pid(ENGINE) == engine and health()["verdict"] == "hit"
+    finally:
+        host.machine.run(["rm", "-r", "/etc/cdi", mine])
+        host.machine.systemctl("daemon-reload")
+
+
 def test_an_image_that_is_replaced_counts_from_the_next_restart_on(host: Host) -> None:
     before, container = _image_id(host), _container_id(host)
-    build = f"printf 'FROM {IMAGE}\\nLABEL built=again\\n' | podman build --quiet --format=docker --tag={IMAGE} -"
-    host.machine.run(["sh", "-c", build])
+    build_image(host, IMAGE, f"FROM {IMAGE}", "LABEL built=again")
     assert (_image_id(host), _container_id(host)) == (before, container)
     timeline = json.loads(host.appliance("restart", MODEL, "--json").stdout)
     assert timeline["verdict"] == "hit" and timeline["canary"] == "16 tokens as recorded"
@@ -195,27 +233,29 @@ def test_a_user_namespace_of_its_own_needs_the_group_mapped(host: Host) -> None:
     assert done.stdout == "resident\n", done.stderr
 
 
-def test_rootless_podman_attaches_if_its_user_is_in_the_group(host: Host) -> None:
+@pytest.mark.parametrize(("name", "ranges", "user"), [("alice", "of her own", "65532:65532"), ("bob", "none", "0:0")])
+def test_rootless_podman_attaches_if_its_user_is_in_the_group(host: Host, name: str, ranges: str, user: str) -> None:
     # Images are each user's own: the one there is, mounted.
-    host.machine.run(["useradd", "--create-home", "--home-dir=/srv/alice", "alice"])
-    # Nothing here can map more than one user.
-    host.machine.run(["sed", "--in-place", "/^alice:/d", "/etc/subuid", "/etc/subgid"])
+    home = f"/srv/{name}"
+    host.machine.run(["useradd", "--create-home", f"--home-dir={home}", name])
+    if ranges == "none":
+        host.machine.run(["sed", "--in-place", f"/^{name}:/d", "/etc/subuid", "/etc/subgid"])
     mount = f"mkdir -p /srv/root && mount --bind $(podman image mount {IMAGE}) /srv/root"
     host.machine.run(["sh", "-c", mount])
     try:
         python = host.machine.run(["readlink", "-f", "/opt/appliance/current"]).stdout.strip() + "/bin/python3"
         run = f"""
-            export HOME=/srv/alice XDG_RUNTIME_DIR=/srv/alice
+            export HOME={home} XDG_RUNTIME_DIR={home}
             cd
             exec podman --cgroup-manager=cgroupfs --storage-driver=vfs run --cgroups=disabled --rm --network=host \\
-                --read-only --cap-drop=all --group-add=keep-groups --volume={FOLDERS[0]}:{FOLDERS[0]}:ro \\
-                --rootfs /srv/root {python} -c "$1"
+                --read-only --cap-drop=all --user={user} --group-add=keep-groups \\
+                --volume={FOLDERS[0]}:{FOLDERS[0]}:ro --rootfs /srv/root {python} -c "$1"
         """
-        as_alice = ["setpriv", "--reuid=alice", "--regid=alice", "--init-groups", "sh", "-c", run, "sh", CONNECT]
-        done = host.machine.run(as_alice, check=False)
+        rootless = ["setpriv", f"--reuid={name}", f"--regid={name}", "--init-groups", "sh", "-c", run, "sh", CONNECT]
+        done = host.machine.run(rootless, check=False)
         assert "not permitted to connect" in done.stderr and "keep-groups" in done.stderr
-        host.machine.run(["usermod", "--append", "--groups", "appliance", "alice"])
-        assert host.machine.run(as_alice).stdout == "resident\n"
+        host.machine.run(["usermod", "--append", "--groups", "appliance", name])
+        assert host.machine.run(rootless).stdout == "resident\n"
     finally:
         host.machine.run(["umount", "/srv/root"])
         host.machine.run(["podman", "image", "unmount", IMAGE])
@@ -240,8 +280,7 @@ def test_two_containers_share_one_shard_and_its_memory(host: Host, checkpoints: 
 
 def test_the_pod_of_the_guide_attaches(host: Host, checkpoints: Checkpoints) -> None:
     # No catatonit here, which a pod's first process would be.
-    pause = f'printf \'FROM {BASE_IMAGE}\\nCMD ["sleep", "inf"]\\n\' | podman build --quiet --tag=localhost/pause -'
-    host.machine.run(["sh", "-c", pause])
+    build_image(host, "localhost/pause", f"FROM {BASE_IMAGE}", 'CMD ["sleep", "inf"]')
     host.machine.write("/etc/containers/containers.conf.d/pause.conf", '[engine]\ninfra_image="localhost/pause"\n')
     pod = _guide(r"^apiVersion: v1$.*?(?=^```)").replace("996", _gid(host))
     host.machine.write("/srv/pod.yaml", pod)
