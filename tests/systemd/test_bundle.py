@@ -79,7 +79,8 @@ def test_a_bundle_says_which_python_it_is_for(unpacked: Path, environment: dict[
 def test_an_image_that_is_not_there_is_said_before_anything_is_fetched(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    command = [CHECKOUT / "install.sh", "--bundle", "made.tar", "localhost/engine:1", "localhost/absent:1"]
+    command: list[str | Path] = [CHECKOUT / "install.sh", "--bundle", "made.tar"]
+    command += ["localhost/engine:1", "localhost/absent:1"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 69 and "there is no image localhost/absent:1 to pack" in done.stderr
     assert "fetching" not in done.stderr and not list(tmp_path.iterdir())
