@@ -30,7 +30,7 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
     configs = _kept_configs(target, target.identity)
     draft_configs = None if target.draft is None else _kept_configs(target, target.draft)
     with _verification(target):
-        vllm_config = _vllm_config(
+        vllm_config = engine_config(
             serve_arguments(target.name, target.model, configs=configs, draft_configs=draft_configs)
         )
     try:
@@ -41,6 +41,29 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
             if outcome.exit_status:
                 raise error_of_status(outcome.exit_status, outcome.error) from error
         raise
+
+
+def engine_config(arguments: list[str]) -> Any:
+    """Return what `vllm serve` would make of its command line."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    engine_arguments = AsyncEngineArgs.from_cli_args(parse(arguments))
+    # Nothing is computed here, so no memory is needed beside the weights.
+    engine_arguments.gpu_memory_utilization = 0.01
+    return engine_arguments.create_engine_config()
+
+
+def become_replica(vllm_config: Any, index: int, gpus: Sequence[str]) -> None:
+    """Set this process and a configuration up as one data-parallel rank, as vLLM's engine core sets up its own."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    parallel = vllm_config.parallel_config
+    parallel.data_parallel_index = parallel.data_parallel_rank_local = index
+    if vllm_config.model_config.is_moe:
+        parallel.data_parallel_rank = index
+    else:
+        # Dense replicas are engines of their own.
+        parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+        parallel.data_parallel_rank = 0
 
 
 def _kept_configs(target: Target, identity: Identity) -> Path:
@@ -69,16 +92,6 @@ def _verification(target: Target) -> Iterator[None]:
         raise found[0]
 
 
-def _vllm_config(arguments: list[str]) -> Any:
-    """Return what `vllm serve` would make of its command line."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    engine_arguments = AsyncEngineArgs.from_cli_args(parse(arguments))
-    # Nothing is computed here, so no memory is needed beside the weights.
-    engine_arguments.gpu_memory_utilization = 0.01
-    return engine_arguments.create_engine_config()
-
-
 def _execute(vllm_config: Any, *, gpus: Sequence[str]) -> None:
     """Run one executor for each replica, all at once: those of a mixture of experts know of each other."""
     replicas = vllm_config.parallel_config.data_parallel_size
@@ -100,16 +113,7 @@ def _execute(vllm_config: Any, *, gpus: Sequence[str]) -> None:
 
 
 def _replica(vllm_config: Any, index: int, gpus: Sequence[str]) -> None:
-    """Be one data-parallel rank, set up as vLLM's engine core sets up its own."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    parallel = vllm_config.parallel_config
-    parallel.data_parallel_index = parallel.data_parallel_rank_local = index
-    if vllm_config.model_config.is_moe:
-        parallel.data_parallel_rank = index
-    else:
-        # Dense replicas are engines of their own.
-        parallel.data_parallel_size = parallel.data_parallel_size_local = 1
-        parallel.data_parallel_rank = 0
+    become_replica(vllm_config, index, gpus)
     _execute_one(vllm_config)
 
 

@@ -49,6 +49,9 @@ def serve(target: Target, manifest: Path, *, notifier: Notifier, phases_s: dict[
     arguments = serve_arguments(target.name, target.model, configs=folder, draft_configs=draft_folder)
     if "--shutdown-timeout" not in arguments:
         arguments += ["--shutdown-timeout", str(STOP_TIMEOUT_S - 10)]
+    if target.model.parallel.data > 1 and "--api-server-count" not in arguments:
+        # One for each replica, as vLLM would have it, breaks off on SIGTERM what the engines would still answer.
+        arguments += ["--api-server-count", "1"]
     phases_s["configs"] = time.monotonic() - began
     with tempfile.TemporaryDirectory(prefix="appliance-outcomes-") as outcomes:
         own = {OUTCOMES_VARIABLE: outcomes, STARTER_VARIABLE: str(os.getpid())}

@@ -149,6 +149,14 @@ def test_a_shutdown_timeout_of_the_manifest_is_left_alone(engine: Engine, manage
     assert engine.started["arguments"].count("--shutdown-timeout") == 1
 
 
+def test_replicas_share_one_server_which_lets_their_answers_end(engine: Engine, manager: ServiceManager) -> None:
+    engine.site.write(parallel={"data": 2})
+    with engine.running(manager):
+        manager.wait_for(is_ready)
+    arguments = engine.started["arguments"]
+    assert arguments[arguments.index("--api-server-count") + 1] == "1"
+
+
 def test_its_exit_status_is_passed_on(engine: Engine, manager: ServiceManager) -> None:
     engine.write("exit", "3")
     assert engine.ended(manager)[0] == 3
