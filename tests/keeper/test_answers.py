@@ -1,8 +1,6 @@
-"""What a keeper answers to those who attach, report and evict, and that every attempt ends in a verdict."""
+"""What a keeper answers to those who attach, scrub and evict."""
 
 import os
-import select
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,12 +14,11 @@ from appliance.client import RefusedError
 from appliance.descriptors import close_all
 from appliance.errors import PeerError
 from appliance.fingerprint import Difference, Fingerprint
-from appliance.keeper import answers
 from appliance.keeper.holdings import State
-from appliance.verdict import Outcome, Reason, Verdict, refused
+from appliance.verdict import Reason, refused
 from tests.descriptors import count_descriptors
 from tests.keeper.serving import Serving, attach, donate, hear, offer, say
-from tests.keeper.shards import LAYOUT, OTHER_TARGET, PAGE, TARGET, donation_of, fingerprint_of, shard_of, slots
+from tests.keeper.shards import LAYOUT, PAGE, TARGET, donation_of, fingerprint_of, shard_of, slots
 from tests.service_manager import ServiceManager
 
 
@@ -216,87 +213,6 @@ def test_a_shard_that_is_not_held_cannot_be_renewed(serving: Serving, shard_id: 
     with serving.connect() as engine:
         for unknown in (shard_id, held + "0", held[:-1]):
             assert reason_of(partial(engine.renew, shard_id=unknown, client="e")) is Reason.UNKNOWN_SHARD
-
-
-def test_every_attempt_is_counted_by_outcome_and_reason(serving: Serving) -> None:
-    with serving.connect() as client:
-        reason_of(lambda: attach(client, fingerprint_of(TARGET)))
-        offer(client)
-        with closing(donation_of()) as donation:
-            donate(client, donation)
-        attach(client, fingerprint_of(TARGET))
-        reason_of(lambda: attach(client, OTHER_TARGET))
-        client.report(refused(Reason.FILE_DIFFERS, "model.safetensors differs"), {})
-        verdicts = client.status()["verdicts"]
-    assert dict(serving.holdings.verdict_counts) == {
-        ("refused", "not_resident"): 1,
-        ("donated", ""): 1,
-        ("hit", ""): 1,
-        ("refused", "fingerprint_differs"): 1,
-        ("refused", "file_differs"): 1,
-    }
-    assert [verdict["verdict"] for verdict in verdicts] == ["refused", "donated", "hit", "refused", "refused"]
-    assert verdicts[-1]["detail"] == "model.safetensors differs"
-
-
-def test_a_report_is_kept_with_the_lease(serving: Serving) -> None:
-    serving.put(shard_of())
-    with serving.connect() as engine:
-        attach(engine, fingerprint_of(TARGET))
-        engine.report(Verdict(Outcome.HIT), {"attach": 0.004, "skeleton": 1.5})
-        (lease,) = engine.status()["leases"]
-        assert lease["phases_s"] == {"attach": 0.004, "skeleton": 1.5}
-
-
-def test_reports_do_not_pile_up(serving: Serving) -> None:
-    serving.put(shard_of())
-    with serving.connect() as engine:
-        attach(engine, fingerprint_of(TARGET))
-        for round_number in range(20):
-            phases_s = {f"{round_number} {number}": 1.0 for number in range(100)}
-            engine.report(Verdict(Outcome.HIT), phases_s)
-        (lease,) = engine.status()["leases"]
-        assert len(lease["phases_s"]) <= 40
-
-
-def test_a_hit_is_answered_before_it_is_logged(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    serving.put(shard_of())
-    answered = threading.Event()
-    logged = []
-
-    def log(text: str, **fields: object) -> None:
-        logged.append(answered.wait(5))
-
-    with serving.connect() as client:
-        monkeypatch.setattr(answers, "event", log)
-        attach(client, fingerprint_of(TARGET))
-        answered.set()
-        client.status()
-    assert logged[0]
-
-
-def test_a_hit_that_nobody_waits_for_any_more_is_counted(serving: Serving) -> None:
-    serving.put(shard_of())
-    fingerprint = fingerprint_of(TARGET).to_json()
-    with serving.raw() as deaf:
-        deaf.shutdown(socket.SHUT_RD)
-        wire.send(deaf, wire.Attach(role="target", rank=0, client="deaf", fingerprint=fingerprint))
-        ended = select.poll()
-        ended.register(deaf, 0)
-        assert ended.poll(10_000)
-    assert dict(serving.holdings.verdict_counts) == {("hit", ""): 1}
-    assert not serving.holdings.leases
-
-
-@pytest.mark.parametrize(
-    ("verdict", "reason"), [("maybe", ""), ("", ""), ("refused", ""), ("refused", "because"), ("Hit", "")]
-)
-def test_a_report_of_an_unknown_verdict_ends_the_connection(serving: Serving, verdict: str, reason: str) -> None:
-    with serving.raw() as channel:
-        report = wire.Report(verdict=verdict, reason=reason, detail="", phases_s={})
-        answer = say(channel, wire.encode(report))
-        assert isinstance(answer, wire.Refused)
-        assert hear(channel) is None
 
 
 def test_one_connection_has_one_lease_of_a_shard_however_often_it_attaches(serving: Serving) -> None:
