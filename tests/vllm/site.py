@@ -94,6 +94,16 @@ class Engine:
     def said(self) -> str:
         return "".join(self._said[-40:]) + self._log.read_text(errors="replace")[-2000:]
 
+    def processes(self) -> list[int]:
+        """Return the ids of all that it started, and of what these started."""
+        found, parents = list[int](), [self.process.pid]
+        while parents:
+            tasks = Path(f"/proc/{parents.pop()}/task").glob("*/children")
+            children = [int(pid) for path in tasks for pid in path.read_text().split()]
+            found += children
+            parents += children
+        return found
+
     def ended(self) -> tuple[int, str]:
         """Wait for its end; return its status and what it said."""
         assert self.process.stderr is not None
