@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from appliance.inventory import Gpu, gpus
+from appliance.inventory import gpus
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.environment import environment
 from bench.gpu.sampler import used_bytes
@@ -33,7 +33,6 @@ from bench.vllm.preload import cached_arguments, preloaded
 from tests.sites import MODEL, Site
 
 PORT = 18010
-NONE = Gpu(0, "", "")
 READY_TIMEOUT_S = 420.0
 STOP_TIMEOUT_S = 90.0
 PROMPT = "The capital of France is"
@@ -125,7 +124,8 @@ def started(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterator
 
 def used_mib() -> int:
     """Return the memory in use on the first GPU, 0 where there is none."""
-    return used_bytes(next(iter(gpus()), NONE).uuid) >> 20
+    # Without a GPU there may be no NVML to ask, either.
+    return sum(used_bytes(gpu.uuid) for gpu in gpus()[:1]) >> 20
 
 
 def _wait(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
