@@ -27,6 +27,7 @@ from typing import Any
 
 from appliance.inventory import gpus
 from appliance.vllm.arguments import serve_arguments
+from appliance.verdict import Reason
 from appliance.vllm.environment import environment
 from bench.gpu.sampler import used_bytes
 from bench.vllm.preload import cached_arguments, preloaded
@@ -158,11 +159,24 @@ def keeping(site: Site, log: Path) -> Iterator[float]:
         process = subprocess.Popen(argv, stdout=file, stderr=file)
         try:
             with site.client() as client:
-                client.describe(role="target", rank=0, wait_s=READY_TIMEOUT_S).configs.close()
+                _wait_resident(client)
             yield time.monotonic() - began
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(STOP_TIMEOUT_S)
+
+
+def _wait_resident(client: KeeperClient) -> None:
+    """Return once the weights are there; RefusedError as soon as the loader has failed, rather than after its retries."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        try:
+            client.describe(role="target", rank=0, wait_s=1).configs.close()
+            return
+        except RefusedError as error:
+            waits = error.verdict.reason in (Reason.LOADING, Reason.NOT_RESIDENT)
+            if not waits or time.monotonic() > deadline:
+                raise
 
 
 def summary(starts: dict[str, list[Start]]) -> dict[str, Any]:
