@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.vllm import vllm_process
+from tests.vllm.table import REAL
 
 ROW_TIMEOUT_S = 280.0
 PROCESSES = 2  # of one thread each
@@ -59,6 +60,8 @@ def all_rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Start on every row that this run of the tests asks for, in its order."""
     asked = [item.callspec.params.get("row") for item in request.session.items if hasattr(item, "callspec")]
     names = list(dict.fromkeys(row for row in asked if isinstance(row, str)))
+    if REAL in names:
+        request.getfixturevalue("model_checkpoint")
     shares = [share for first in range(PROCESSES) if (share := names[first::PROCESSES])]
     processes: list[Rows] = []
     try:

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 from appliance.checkpoint.keys import load_private_key
 from appliance.checkpoint.signature import sign
+from appliance.demo.cache import default_cache
+from appliance.demo.model import obtain
 from appliance.errors import ConfigError
 from appliance.keeper.settings import Slot
 from appliance.target import Target, slots
@@ -40,7 +42,7 @@ from tests.vllm.answers import adapted_answers, prefixed_answers, proposals
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.drafts import add_draft
 from tests.vllm.mappings import written_and_kept
-from tests.vllm.table import ROWS, Row
+from tests.vllm.table import REAL, ROWS, Row
 
 Result = TypeVar("Result")
 
@@ -113,7 +115,10 @@ def _refusal_to_reload(llm: Any) -> str:
 
 
 def _site(row: Row, folder: Path) -> Site:
-    checkpoint = make_checkpoint(folder / "made", architecture=row.architecture, method=row.method)
+    if row.architecture == REAL:
+        checkpoint = obtain(default_cache(), on_progress=lambda line: None)
+    else:
+        checkpoint = make_checkpoint(folder / "made", architecture=row.architecture, method=row.method)
     arguments = [*ARGUMENTS, *row.arguments]
     engine = {**ENGINE, "port": 18000, "args": arguments}
     draft = add_draft(folder / "draft", checkpoint, row.draft) if row.draft else None

@@ -26,6 +26,8 @@ class Row:
 NO_FP8 = "static_scaled_fp8_quant() expected at most 0 argument(s)"
 NO_FP8_BLOCKS = "Failed to find a kernel that can implement the ScaledMM linear layer"
 
+REAL = "SmolLM2"
+
 ROWS = {
     "llama": Row("llama"),
     "qwen3": Row("qwen3", alone=True),
@@ -44,6 +46,7 @@ ROWS = {
     "llama compressed-tensors-fp8": Row("llama", "compressed-tensors-fp8"),
     "llama compressed-tensors-int8": Row("llama", "compressed-tensors-int8"),
     "qwen3-moe fp8": Row("qwen3-moe", "fp8", error=NO_FP8),
+    REAL: Row(REAL),
     "llama with LoRA": Row("llama", adapter=True, arguments=("--enable-lora", "--max-lora-rank", "8")),
     "llama with ngram speculation": Row("llama", draft="ngram"),
     "llama with a small draft": Row("llama", draft="draft_model"),

@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 
 from tests.vllm.conftest import Rows
-from tests.vllm.table import ROWS
+from tests.vllm.table import REAL, ROWS
 
 PROMPTS = 20
 
 
-@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if not (row.error or row.refusal)])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(name, marks=pytest.mark.model) if name == REAL else name
+        for name, row in ROWS.items()
+        if not (row.error or row.refusal)
+    ],
+)
 def test_attached_weights_are_those_on_disk_and_say_the_same(rows: Rows, row: str) -> None:
     result = rows.result(row)
     assert "error" not in result, f"{result['error']}\n{rows.last_words}"
