@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from appliance.client import KeeperClient, RefusedError
 from appliance.inventory import gpus
-from appliance.vllm.arguments import serve_arguments
 from appliance.verdict import Reason
+from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.environment import environment
 from bench.gpu.sampler import used_bytes
 from bench.vllm.preload import cached_arguments, preloaded
@@ -167,7 +168,7 @@ def keeping(site: Site, log: Path) -> Iterator[float]:
 
 
 def _wait_resident(client: KeeperClient) -> None:
-    """Return once the weights are there; RefusedError as soon as the loader has failed, rather than after its retries."""
+    """Return once the weights are there; RefusedError as soon as the loader has failed, not after its retries."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         try:
