@@ -1,5 +1,6 @@
 """What every test gets: a look at what it leaves behind, a stop where its tier cannot run, and the real model."""
 
+import gc
 import multiprocessing.resource_tracker
 import os
 import threading
@@ -39,6 +40,12 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
     left += [f"descriptor {fd} ({target})" for fd, target in _descriptors() - descriptors if not _is_kept(target)]
     if left:
         pytest.fail(f"the test left behind: {', '.join(sorted(left))}", pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_of_earlier_modules() -> None:
+    """What lies in cycles would be closed in the middle of some later test, which counts descriptors."""
+    gc.collect()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -64,6 +64,7 @@ def test_an_error_in_a_with_block_closes() -> None:
 
 
 def test_what_nobody_refers_to_any_more_is_closed() -> None:
+    gc.collect()
     before = count_descriptors()
     descriptor = opened()
     del descriptor
