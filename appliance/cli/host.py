@@ -2,20 +2,18 @@
 
 import json
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from appliance import inventory
 from appliance.cli.options import MANIFEST, JsonOption, ManifestOption, ModelArgument
 from appliance.host import doctor as doctors
 from appliance.host import restart as restarts
 from appliance.host.apply import apply as carry_out
 from appliance.host.apply import write_files
-from appliance.host.containers import container_host
 from appliance.host.plan import Change, Plan, make_plan
-from appliance.host.unit_files import unit_files
+from appliance.host.unit_files import wanted_files
 from appliance.host.unit_text import Files
 from appliance.manifest.load import load_manifest
 
@@ -81,11 +79,7 @@ def doctor(manifest: ManifestOption = MANIFEST, as_json: JsonOption = False) -> 
 
 
 def _wanted(path: Path) -> Files:
-    manifest = load_manifest(path)
-    containers = container_host(manifest)
-    return unit_files(
-        manifest, PurePosixPath(path.absolute()), inventory.by_name(manifest.gpus()), containers=containers
-    )
+    return wanted_files(load_manifest(path), path)
 
 
 def _show(found: Plan, *, diffs: bool) -> None:

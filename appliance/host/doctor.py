@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from appliance import __version__, gpus, inventory
 from appliance.checkpoint.keyring import Keyring
 from appliance.errors import ApplianceError
-from appliance.host.containers import DROP_IN_VERSION, QUADLET_VERSION, USER, container_host, podman_version
+from appliance.host.containers import DROP_IN_VERSION, QUADLET_VERSION, USER, podman_version
 from appliance.host.plan import make_plan
-from appliance.host.unit_files import unit_files
+from appliance.host.unit_files import wanted_files
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest
 from appliance.quantities import format_size
@@ -248,11 +248,7 @@ def _sockets(manifest: Manifest) -> Iterator[Finding]:
 
 def _drift(manifest: Manifest, path: Path) -> Iterator[Finding]:
     try:
-        containers = container_host(manifest)
-        wanted = unit_files(
-            manifest, PurePosixPath(path.absolute()), inventory.by_name(manifest.gpus()), containers=containers
-        )
-        found = make_plan(wanted, Path("/"))
+        found = make_plan(wanted_files(manifest, path), Path("/"))
     except ApplianceError as error:
         yield Finding(Level.FAIL, f"units: {error.message}", error.hint or "appliance plan says more")
         return

@@ -6,11 +6,12 @@ difference between two drop-ins says what has to restart, and why.
 """
 
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import yaml
 
-from appliance.host.containers import GENERATED, ContainerHost, container_files, container_settings
+from appliance import inventory
+from appliance.host.containers import GENERATED, ContainerHost, container_files, container_host, container_settings
 from appliance.host.unit_text import Files, Link, Setting, drop_in, heading, quoted
 from appliance.inventory import Gpu
 from appliance.manifest.schema import Directories, Manifest, Model
@@ -33,6 +34,13 @@ KEEPER_SETTINGS = ("checkpoint", "revision", "dtype", "quantization", "parallel"
 ENGINE_SETTINGS = ("engine", "mode", "on_miss", "wait_s", "verify")
 # Of the keeper's settings, those that its engine has to follow.
 SHAPING_SETTINGS = frozenset({*KEEPER_SETTINGS, "engine"}) - {"health"}
+
+
+def wanted_files(manifest: Manifest, path: Path) -> Files:
+    """Return the `unit_files` of a manifest on this host; HostError where its GPUs or its Podman cannot be known."""
+    containers = container_host(manifest)
+    gpus = inventory.by_name(manifest.gpus())
+    return unit_files(manifest, PurePosixPath(path.absolute()), gpus, containers=containers)
 
 
 def unit_files(
