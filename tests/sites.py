@@ -42,7 +42,12 @@ class Site:
         self.sign()
 
     def sign(self) -> None:
-        sign(self.checkpoint, load_private_key(self.folder / "signer.key"))
+        """Sign the checkpoint, and that of its draft where it has one."""
+        key = load_private_key(self.folder / "signer.key")
+        sign(self.checkpoint, key)
+        draft = self.settings.get("draft") or {}
+        if "checkpoint" in draft:
+            sign(Path(draft["checkpoint"]), key)
 
     def write(self, **settings: Any) -> None:
         """Write the manifest, with some settings of the model changed."""

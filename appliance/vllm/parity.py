@@ -87,9 +87,8 @@ def parity(target: Target, *, control: bool = False) -> Parity:
         disk = [*arguments, "--load-format", "safetensors"]
         expected = served(disk, answers)
         repeatable = served(disk, answers) == expected if control else None
-        extension = f"{Comparison.__module__}.{Comparison.__qualname__}"
         found, by_rank = served(
-            [*arguments, "--worker-extension-cls", extension],
+            [*arguments, *EXTENSION],
             lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
         )
     compared: list[Compared] = [shard for shards in by_rank for shard in shards]
@@ -137,6 +136,10 @@ class Comparison:
 
         with set_current_vllm_config(self.vllm_config):
             return [_compared(served.source, served.terms) for served in list(SERVED)]
+
+
+# What has vLLM mix it in.
+EXTENSION = ("--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}")
 
 
 def _compared(source: VllmSource, terms: Terms) -> Compared:

@@ -24,13 +24,12 @@ from typing import Any
 from appliance.vllm import loading
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.environment import environment
-from appliance.vllm.parity import Compared, Comparison
+from appliance.vllm.parity import EXTENSION, Compared
+from bench.vllm.rows import CPU_ENVIRONMENT
 from tests.sites import MODEL, Site
 from tests.vllm.checkpoints import make_checkpoint
 
 RESIDENT_TIMEOUT_S = 400.0
-CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-EXTENSION = ("--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}")
 
 
 def compared(vllm_config: Any, index: int) -> list[Compared]:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.checkpoint.keys import load_private_key
-from appliance.checkpoint.signature import sign
 from tests.sites import Site
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.drafts import add_draft
@@ -105,8 +103,6 @@ def measure(row: Row, folder: Path, *, gpu: int | None, control: bool) -> dict[s
     if row.draft:
         settings["draft"] = add_draft(folder / "draft", checkpoint, row.draft)
     site = Site(folder / "site", checkpoint, wait=RESIDENT_TIMEOUT_S, **settings)
-    if (folder / "draft").exists():
-        sign(folder / "draft", load_private_key(site.folder / "signer.key"))
     with (folder / "log.txt").open("w") as log:
         environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
         argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(site.manifest), "--model", "m"]

@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from appliance.checkpoint.keys import load_private_key
-from appliance.checkpoint.signature import sign
 from appliance.demo.cache import default_cache
 from appliance.demo.model import obtain
 from appliance.errors import ConfigError
@@ -32,7 +30,7 @@ from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE, OUTCOMES_VARIABLE
 from appliance.vllm.environment import environment
 from appliance.vllm.outcome import read_all
-from appliance.vllm.parity import Comparison, answers
+from appliance.vllm.parity import EXTENSION, answers
 from tests.keeper.serving import Serving
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site
@@ -49,7 +47,6 @@ Result = TypeVar("Result")
 ENGINES = ("disk", "donated", "attached")
 ENGINE = {"kind": "vllm", "environment": vllm_process.ENGINE_SETTINGS}
 ARGUMENTS = ["--max-model-len", "256", "--enforce-eager"]
-EXTENSION = ["--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +120,6 @@ def _site(row: Row, folder: Path) -> Site:
     engine = {**ENGINE, "port": 18000, "args": arguments}
     draft = add_draft(folder / "draft", checkpoint, row.draft) if row.draft else None
     site = Site(folder, checkpoint, engine=engine, on_miss="load", draft=draft)
-    if draft is not None and "checkpoint" in draft:
-        sign(folder / "draft", load_private_key(folder / "signer.key"))
     if row.adapter:
         make_adapter(folder / "adapter", checkpoint)
     return site
