@@ -44,7 +44,8 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left_of_earlier_modules() -> None:
-    """What lies in cycles would be closed in the middle of some later test, which counts descriptors."""
+    """What lies in cycles would be closed in the middle of some later test, and keeps memory mapped until then."""
+    gc.unfreeze()
     gc.collect()
 
 

@@ -1,6 +1,7 @@
 """Counting and rationing this process's descriptors."""
 
 import contextlib
+import gc
 import itertools
 import os
 import resource
@@ -11,7 +12,23 @@ OPEN = Path("/proc/self/fd")
 
 
 def count_descriptors() -> int:
+    """Return how many are open, without those in an earlier test's cycles, which may be closed at any moment."""
+    gc.collect()
     return len(list(OPEN.iterdir()))
+
+
+def open_files() -> set[tuple[int, int]]:
+    """Return the device and inode of every open file."""
+    found = set()
+    for entry in OPEN.iterdir():
+        with contextlib.suppress(OSError):  # the descriptor that listed the directory
+            found.add(identity(int(entry.name)))
+    return found
+
+
+def identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager

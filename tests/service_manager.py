@@ -16,6 +16,7 @@ from typing import Self
 
 from appliance.descriptors import Descriptor, close_all
 from appliance.notify import Named
+from tests.descriptors import identity
 
 MAX_DATAGRAM_BYTES = 4096
 WAIT_TIMEOUT_S = 60.0
@@ -53,7 +54,7 @@ class Store:
         elif "FDSTORE" in values and len(self.stored) < self._limit:
             fd = datagram.descriptors[0].fileno()
             # As PID 1: one open file is kept once, whatever its name.
-            if all(_inode(named.descriptor.fileno()) != _inode(fd) for named in self.stored):
+            if all(identity(named.descriptor.fileno()) != identity(fd) for named in self.stored):
                 self.stored.append(Named(values["FDNAME"], Descriptor(os.dup(fd))))
 
     def names(self) -> list[str]:
@@ -180,11 +181,6 @@ def _complaints(data: bytes, datagram: Datagram, flags: int) -> list[str]:
         and not _NAME.fullmatch(values.get("FDNAME", "")),
     }
     return [f"{what}: {data[:200]!r}" for what, is_so in wrong.items() if is_so]
-
-
-def _inode(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
 
 
 def _poke(path: Path, data: bytes = b"POKE") -> None:
