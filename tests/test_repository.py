@@ -37,6 +37,7 @@ PARTS = (
         "events",
         "turns",
         "lifeline",
+        "ports",
         "gpus",
         "inventory",
         "tenants",

@@ -1,7 +1,6 @@
 """The demo's own folder: a copy of the checkpoint it may damage, a key pair, a manifest, and what the units write."""
 
 import shutil
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from appliance.checkpoint.keys import generate_key, load_private_key
 from appliance.checkpoint.safetensors import read_header
 from appliance.checkpoint.signature import sign
 from appliance.errors import ConfigError, HostError
+from appliance.ports import free_port
 
 MODEL = "smollm2"
 DAMAGED_TENSOR = "model.norm.weight"
@@ -36,7 +36,7 @@ class Workplace:
         self.folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
         self.checkpoint = self.folder / "checkpoint"
         self.manifest = self.folder / "appliance.yaml"
-        self.port = _free_port()
+        self.port = free_port()
         self._key = self.folder / "signer.key"
         try:
             shutil.copytree(checkpoint, self.checkpoint)
@@ -87,10 +87,3 @@ class Workplace:
                 }
             },
         }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

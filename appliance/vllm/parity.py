@@ -5,36 +5,37 @@
 3. vLLM serves what the keeper holds, and answers them too: same tokens, same log probabilities
 4. each rank loads its weights from disk once more, and compares every tensor with the attached ones
 
-One line of JSON is printed. The exit status is 77 where anything differs.
+Data-parallel replicas do so in a process each, all at once. One line of JSON is printed. The exit status is 77 where
+anything differs.
 """
 
 import argparse
 import dataclasses
 import gc
-import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from appliance.checkpoint.identity import Identity
-from appliance.errors import EXIT_TRUST, ApplianceError
+from appliance.errors import EXIT_TRUST, ApplianceError, error_of_status
 from appliance.events import ERROR, event
-from appliance.handover.source import Source
-from appliance.handover.terms import Terms
-from appliance.handover.weights import obtain, stage_of
+from appliance.lifeline import end_with_parent
+from appliance.ports import free_port
 from appliance.target import Target, read_target
-from appliance.tensors.comparison import differences
-from appliance.tensors.homes import Stage
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.command_line import parse
+from appliance.vllm.comparison import EXTENSION, Compared
 from appliance.vllm.environment import environment
-from appliance.vllm.source import VllmSource
+from appliance.vllm.loading import engine_config
+from appliance.vllm.parity_result import Parity, merged
+from appliance.vllm.replicas import take_part
 
 Result = TypeVar("Result")
 
@@ -55,35 +56,25 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Parity:
-    """How two engines on one checkpoint compare; `differing` names tensors and flags by rank, a line each.
+class Replica:
+    """Which of several this process is, and the port on which those of a mixture of experts meet."""
 
-    `repeatable` is whether vLLM's own loading gives the same log probabilities twice; None if that was not tried.
-    """
-
-    model: str
-    stages: tuple[str, ...]
-    tokens: int
-    same_tokens: bool
-    same_logprobs: bool
-    differing: tuple[str, ...]
-    repeatable: bool | None = None
-
-    @property
-    def holds(self) -> bool:
-        return self.same_tokens and self.same_logprobs and not self.differing
+    index: int
+    port: int
 
 
-def parity(target: Target, *, control: bool = False) -> Parity:
+def parity(target: Target, *, control: bool = False, replica: Replica | None = None) -> Parity:
     """Return how vLLM's own loading and the keeper's weights compare, in engines of this process, one after the other.
 
-    The environment must be the one that `environment` returns.
+    The environment must be the one that `environment` returns. Of several replicas they are those of one.
     """
     with tempfile.TemporaryDirectory(prefix="appliance-parity-") as folder:
         # One path for both: what vLLM compiles for one of them, tuned by the clock, the other one is to find.
         configs = _linked(target.identity, Path(folder) / "target")
         draft_configs = None if target.draft is None else _linked(target.draft, Path(folder) / "draft")
         arguments = serve_arguments(target.name, target.model, configs=configs, draft_configs=draft_configs)
+        if replica is not None:
+            arguments += take_part(engine_config(arguments), replica.index, port=replica.port)
         disk = [*arguments, "--load-format", "safetensors"]
         expected = served(disk, answers)
         repeatable = served(disk, answers) == expected if control else None
@@ -94,11 +85,11 @@ def parity(target: Target, *, control: bool = False) -> Parity:
     compared: list[Compared] = [shard for shards in by_rank for shard in shards]
     return Parity(
         model=target.name,
-        stages=tuple(shard.stage for shard in compared),
+        stages={shard.name: shard.stage for shard in compared},
         tokens=sum(map(len, found.tokens)),
         same_tokens=found.tokens == expected.tokens,
         same_logprobs=found.logprobs == expected.logprobs,
-        differing=tuple(f"{shard.role} {shard.rank}: {line}" for shard in compared for line in shard.differing),
+        differing=tuple(f"{shard.name}: {line}" for shard in compared for line in shard.differing),
         repeatable=repeatable,
     )
 
@@ -111,61 +102,6 @@ def _linked(identity: Identity, folder: Path) -> Path:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(root / path)
     return folder
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One shard's stage, and in what it differs from the same weights loaded from disk, a line each."""
-
-    role: str
-    rank: int
-    stage: str
-    differing: tuple[str, ...]
-
-
-class Comparison:
-    """Mixed into vLLM's worker: compares the keeper's shards of its rank with what it loads from disk."""
-
-    vllm_config: Any
-
-    def appliance_compare(self) -> list[Compared]:
-        """Return how the model and its draft, if it has one, compare."""
-        from vllm.config import set_current_vllm_config
-
-        from appliance.vllm.model_loader import SERVED
-
-        with set_current_vllm_config(self.vllm_config):
-            return [_compared(served.source, served.terms) for served in list(SERVED)]
-
-
-# What has vLLM mix it in.
-EXTENSION = ("--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}")
-
-
-def _compared(source: VllmSource, terms: Terms) -> Compared:
-    """Compare with the source that the served module is of: building a model changes the configuration it reads."""
-    weights = obtain(terms, _Unfinished(source), client_name="parity")
-    try:
-        stage = stage_of(weights.record)
-        loaded = source.load(stage, lambda text: None)
-        found = differences(loaded.module, weights.module, opaque=source.opaque)
-        return Compared(source.role, source.rank, stage, tuple(found))
-    finally:
-        if weights.client is not None:
-            weights.client.close()
-
-
-class _Unfinished:
-    """A source whose `loaded` weights are left as they came, to be compared: post-processing may hide tensors."""
-
-    def __init__(self, source: VllmSource) -> None:
-        self._source: Source = source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
-        return module.eval() if stage == "loaded" else self._source.finish(module, stage)
 
 
 def served(arguments: Sequence[str], act: Callable[[Any], Result]) -> Result:
@@ -202,22 +138,53 @@ def answers(llm: Any) -> Answers:
     )
 
 
+def parity_of_replicas(argv: Sequence[str], count: int) -> Parity:
+    """Return what `argv` finds of each of so many replicas, all at once in processes of their own, as one.
+
+    The error of the first that fails: the others end then, as replicas may wait for each other.
+    """
+    with ThreadPoolExecutor(count) as pool, ExitStack() as ends:
+        port = free_port()
+        processes = []
+        for index in range(count):
+            own = [*argv, "--replica", str(index), "--port", str(port)]
+            processes.append(subprocess.Popen(own, stdout=subprocess.PIPE, text=True))
+            ends.callback(processes[-1].kill)
+        said = {pool.submit(process.communicate): process for process in processes}
+        found = []
+        for future in as_completed(said):
+            output, _ = future.result()
+            if (result := Parity.read(output)) is None:
+                status = said[future].returncode
+                raise error_of_status(status, f"replica {processes.index(said[future])} ended with status {status}")
+            found.append(result)
+    return merged(found)
+
+
 def main() -> int:
     """Compare one model of the manifest whose weights are resident; return the exit status."""
     parser = argparse.ArgumentParser(prog="appliance parity", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--control", action="store_true", help="also serve from disk twice")
+    parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
         target = read_target(arguments.manifest, arguments.model)
-        os.environ.update(environment(target, arguments.manifest))
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        result = parity(target, control=arguments.control)
+        count = target.model.parallel.data
+        if count > 1 and arguments.replica is None:
+            result = parity_of_replicas([sys.executable, "-m", "appliance.vllm.parity", *sys.argv[1:]], count)
+        else:
+            end_with_parent()
+            os.environ.update(environment(target, arguments.manifest))
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            replica = None if count == 1 else Replica(arguments.replica, arguments.port)
+            result = parity(target, control=arguments.control, replica=replica)
     except ApplianceError as error:
         event(f"appliance: {error}", priority=ERROR, model=arguments.model)
         return error.exit_status
-    print(json.dumps(dataclasses.asdict(result)), flush=True)
+    print(result.line(), flush=True)
     return 0 if result.holds else EXIT_TRUST
 
 

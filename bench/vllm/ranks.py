@@ -23,8 +23,9 @@ from typing import Any
 
 from appliance.vllm import loading
 from appliance.vllm.arguments import serve_arguments
+from appliance.vllm.comparison import EXTENSION, Compared
 from appliance.vllm.environment import environment
-from appliance.vllm.parity import EXTENSION, Compared
+from appliance.vllm.replicas import become_replica
 from bench.vllm.rows import CPU_ENVIRONMENT
 from tests.sites import MODEL, Site
 from tests.vllm.checkpoints import make_checkpoint
@@ -38,7 +39,7 @@ def compared(vllm_config: Any, index: int) -> list[Compared]:
     from vllm.v1.executor import Executor
 
     if vllm_config.parallel_config.data_parallel_size > 1:
-        loading.become_replica(vllm_config, index, [])
+        become_replica(vllm_config, index)
     load_general_plugins()
     executor = Executor.get_class(vllm_config)(vllm_config)
     try:

@@ -14,7 +14,7 @@ from appliance.errors import EXIT_CONFIG, EXIT_HOST, EXIT_MISS, EXIT_TRUST
 
 EQUAL: dict[str, Any] = {
     "model": "m",
-    "stages": ["loaded", "loaded"],
+    "stages": {"target 0": "loaded", "target 1": "loaded"},
     "tokens": 640,
     "same_tokens": True,
     "same_logprobs": True,
@@ -40,9 +40,8 @@ def ended(monkeypatch: pytest.MonkeyPatch, status: int, printed: str) -> None:
     monkeypatch.setattr(subprocess, "run", started)
 
 
-@pytest.mark.parametrize("settings", [{"engine": {"port": 8001}}, {"parallel": {"data": 2}}])
-def test_what_cannot_be_compared_is_refused_at_once(tmp_path: Path, settings: dict[str, Any]) -> None:
-    assert run(["parity", "m", "--manifest", manifest(tmp_path, **settings)]) == EXIT_CONFIG
+def test_the_built_in_engine_is_refused_at_once(tmp_path: Path) -> None:
+    assert run(["parity", "m", "--manifest", manifest(tmp_path, engine={"port": 8001})]) == EXIT_CONFIG
 
 
 def test_equal_weights_end_with_0(
@@ -51,7 +50,7 @@ def test_equal_weights_end_with_0(
     ended(monkeypatch, 0, f"noise of vLLM\n{json.dumps(EQUAL)}\nmore of it\n")
     assert run(["parity", "m", "--manifest", manifest(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "2 ranks, weights kept as loaded" in said
+    assert "2 shards, weights kept as loaded" in said
     assert "DIFFERENT" not in said
     assert run(["parity", "m", "--json", "--manifest", manifest(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out) == EQUAL
@@ -60,9 +59,9 @@ def test_equal_weights_end_with_0(
 def test_a_tensor_that_differs_is_named_and_ends_with_77(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended(monkeypatch, EXIT_TRUST, json.dumps(EQUAL | {"differing": ["rank 1: model.norm.weight: other bytes"]}))
+    ended(monkeypatch, EXIT_TRUST, json.dumps(EQUAL | {"differing": ["target 1: model.norm.weight: other bytes"]}))
     assert run(["parity", "m", "--manifest", manifest(tmp_path)]) == EXIT_TRUST
-    assert "rank 1: model.norm.weight: other bytes" in capsys.readouterr().out
+    assert "target 1: model.norm.weight: other bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("status", "expected"), [(EXIT_MISS, EXIT_MISS), (1, EXIT_HOST), (-9, EXIT_HOST)])

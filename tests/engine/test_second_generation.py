@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from appliance.ports import free_port
 from tests import gpu_process
 from tests.gpu_site import GpuSite
-from tests.keeper.probe import free_port
 from tests.sites import MODEL
 
 UUID = "GPU-00000000-0000-0000-0000-0000000000a0"

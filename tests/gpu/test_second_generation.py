@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from appliance.ports import free_port
 from appliance.slabs.cuda import CudaBackend
 from tests import gpu_process
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.test_second_generation import replace_checkpoint
 from tests.gpu_site import GpuSite
-from tests.keeper.probe import free_port
 
 LEFT_BYTES = 5 << 30  # a keeper's planner wants 6 GiB beside the weights
 

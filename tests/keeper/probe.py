@@ -1,16 +1,7 @@
 """What a health probe does."""
 
-import socket
 import urllib.error
 import urllib.request
-
-
-def free_port() -> int:
-    """Return a port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def got(url: str) -> tuple[int, str, str]:

@@ -17,8 +17,9 @@ from appliance.errors import HostError
 from appliance.keeper import health
 from appliance.keeper.holdings import Holdings, Lease, State
 from appliance.keeper.status import status
+from appliance.ports import free_port
 from appliance.verdict import Outcome, Reason, Verdict, refused
-from tests.keeper.probe import free_port, got
+from tests.keeper.probe import got
 from tests.keeper.shards import TARGET, shard_of, slots
 
 

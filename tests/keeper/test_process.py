@@ -19,8 +19,9 @@ from appliance.descriptors import close_all
 from appliance.errors import EXIT_CONFIG, EXIT_HOST, EXIT_RESOURCE, EXIT_TRUST
 from appliance.fingerprint import Fingerprint
 from appliance.keeper.settings import Refusal
+from appliance.ports import free_port
 from appliance.run import run
-from tests.keeper.probe import free_port, got
+from tests.keeper.probe import got
 from tests.keeper.process import KeeperProcess
 from tests.keeper.serving import attach, donate, offer
 from tests.keeper.shards import PAGE, TARGET, donation_of, fingerprint_of, shard_of

@@ -28,9 +28,10 @@ from appliance.target import Target, slots
 from appliance.vllm import model_loader, parity
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE, OUTCOMES_VARIABLE
+from appliance.vllm.comparison import EXTENSION
 from appliance.vllm.environment import environment
 from appliance.vllm.outcome import read_all
-from appliance.vllm.parity import EXTENSION, answers
+from appliance.vllm.parity import answers
 from tests.keeper.serving import Serving
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site

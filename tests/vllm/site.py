@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.keeper.probe import free_port
+from appliance.ports import free_port
 from tests.keeper.process import KeeperProcess
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site

@@ -16,9 +16,9 @@ import pytest
 
 from appliance.errors import EXIT_TRUST
 from appliance.keeper.settings import Slot
+from appliance.ports import free_port
 from appliance.vllm.outcome import Outcome
 from tests.engine.checkpoints import make_checkpoint
-from tests.keeper.probe import free_port
 from tests.keeper.serving import Serving
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site
