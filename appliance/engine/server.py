@@ -6,7 +6,6 @@ why. A second signal ends the wait.
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
@@ -17,8 +16,9 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from prometheus_client.registry import Collector
 
+from appliance.engine.listening import Listening
 from appliance.engine.routes import Routes
-from appliance.errors import HostError, ResourceError
+from appliance.errors import ApplianceError
 from appliance.events import WARNING, event
 
 if TYPE_CHECKING:
@@ -124,25 +124,16 @@ class Server:
             keepalive_timeout=KEEPALIVE_TIMEOUT_S,
             shutdown_timeout=CLOSE_TIMEOUT_S,
         )
+        self._listening = Listening(app, self._runner)
 
     async def start(self) -> None:
+        """Listen; the errors of `Listening.start`."""
         await self._runner.setup()
-        site: web.BaseSite
-        if self._listener is not None:
-            site = web.SockSite(self._runner, self._listener)
-        else:
-            site = web.TCPSite(self._runner, self.host, self.port)
         try:
-            await site.start()
-        except OSError as error:
+            self.host, self.port = await self._listening.start(self.host, self.port, self._listener)
+        except ApplianceError:
             await self._runner.cleanup()
-            place = f"{self.host}:{self.port}"
-            if error.errno == errno.EADDRINUSE:
-                raise ResourceError(f"{place} is in use", hint="another process listens there") from error
-            raise HostError(f"cannot listen on {place}: {error.strerror}") from error
-        address = self._runner.addresses[0]
-        if isinstance(address, tuple):
-            self.host, self.port = address[0], address[1]
+            raise
 
     async def drain(self, *, limit_s: float) -> bool:
         """Refuse new requests; return whether those under way were all answered within the limit."""
@@ -151,6 +142,7 @@ class Server:
     async def close(self) -> None:
         """Tell whoever still waits that the engine stops, and close everything."""
         await self._app[ROUTES].close()
+        await self._listening.stop()
         await self._runner.cleanup()
 
 

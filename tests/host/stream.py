@@ -23,6 +23,7 @@ class Stream:
         self._thread = threading.Thread(target=self._run, name="stream")
         self.answers: list[str] = []
         self.outcomes: Counter[str] = Counter()
+        self.failures: list[str] = []
 
     def __enter__(self) -> "Stream":
         self._thread.start()
@@ -43,8 +44,9 @@ class Stream:
                 self.outcomes["answered"] += 1
             except (urllib.error.HTTPError, ConnectionRefusedError):
                 self.outcomes["refused"] += 1  # 503 while it drains, nobody there while it starts
-            except (OSError, ValueError, KeyError):
+            except (OSError, ValueError, KeyError) as error:
                 self.outcomes["failed"] += 1
+                self.failures.append(f"{type(error).__name__}: {error}")
 
 
 def ask(port: int, model: str, *, tokens: int = TOKENS) -> str:

@@ -53,7 +53,7 @@ def test_a_restarted_engine_attaches_and_the_weights_stay(host: Host, checkpoint
     assert health()["verdict"] == "hit"
     assert (host.shard_ids(), host.pid(WEIGHTS), host.held_bytes()) == (shards, keeper, held)
     assert set(stream.answers) == {checkpoints.answers[checkpoints.first]}
-    assert stream.outcomes["failed"] == 0
+    assert stream.failures == []
 
 
 def test_an_engine_that_dies_is_back_and_attached(host: Host, checkpoints: Checkpoints) -> None:
@@ -132,7 +132,7 @@ def test_a_new_checkpoint_is_noticed_verified_and_served(host: Host, checkpoints
     assert set(stream.answers) == {first, second} and stream.answers == sorted(
         stream.answers, key=[first, second].index
     )
-    assert stream.outcomes["failed"] == 0
+    assert stream.failures == []
     assert host.held_bytes() == held and len(host.shard_ids()) == 1
     assert health()["verdict"] == "hit"
 

@@ -108,7 +108,7 @@ def test_a_restarted_container_comes_back_attached(host: Host, checkpoints: Chec
         answers(host, stream, checkpoints.answers[checkpoints.first])
     assert health()["verdict"] == "hit" and health()["leased"]
     assert host.shard_ids() == shards and _container_id(host) != before
-    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]} and stream.outcomes["failed"] == 0
+    assert set(stream.answers) == {checkpoints.answers[checkpoints.first]} and stream.failures == []
     # Its lines are in the journal as those of a process of the host.
     found = host.machine.run(["journalctl", "--output=json", "VERDICT=hit", f"_SYSTEMD_UNIT={ENGINE}"]).stdout
     assert json.loads(found.splitlines()[-1])["ROOT_DIGEST"] == health()["root_digest"]
