@@ -4,7 +4,7 @@ A manifest that asks for more is refused before anything starts, with the kind t
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from appliance.manifest.finding import Finding
 from appliance.manifest.problem import SettingPath
@@ -19,8 +19,10 @@ class Backend:
     axes: frozenset[str] = frozenset()
     settings: frozenset[str] = frozenset()
     # Arguments that would contradict a setting of the manifest, with that setting.
-    own_args: Mapping[str, str] | None = None
+    own_args: Mapping[str, str] = field(default_factory=dict)
 
+
+MODEL_NAME = "model name"  # in place of a setting: what the manifest calls the model
 
 BACKENDS: Mapping[str, Backend] = {
     "builtin": Backend("the built-in engine"),
@@ -36,16 +38,22 @@ BACKENDS: Mapping[str, Backend] = {
             "--load-format": "engine.kind",
             "--model": "checkpoint",
             "--model-loader-extra-config": "engine.kind",
+            "--no-enable-expert-parallel": "parallel.expert",
             "--pipeline-parallel-size": "parallel.pipeline",
             "--port": "engine.port",
             "--quantization": "quantization",
             "--revision": "revision",
+            "--served-model-name": MODEL_NAME,
+            "--spec-method": "draft",
+            "--spec-model": "draft",
+            "--spec-tokens": "draft",
             "--speculative-config": "draft",
             "--tensor-parallel-size": "parallel.tensor",
             "-dp": "parallel.data",
             "-ep": "parallel.expert",
             "-pp": "parallel.pipeline",
             "-q": "quantization",
+            "-sc": "draft",
             "-tp": "parallel.tensor",
         },
     ),
@@ -92,14 +100,33 @@ def _able(kinds: list[str]) -> str | None:
 
 def _own_args(path: SettingPath, model: Model, backend: Backend) -> Iterator[Finding]:
     for index, argument in enumerate(model.engine.args):
-        # Engines take --tensor_parallel_size as well.
-        option = argument.partition("=")[0].replace("_", "-")
-        setting = (backend.own_args or {}).get(option)
-        if setting is not None:
-            what = f"{option} is set by the manifest's {setting}"
+        option = _option(argument)
+        own = _own_option(option, backend.own_args)
+        if own is not None:
+            setting = backend.own_args[own]
+            name = option if own == option else f"{option} ({own})"
+            what = f"{name} is set by the manifest's {setting}"
             yield Finding(
                 (*path, "engine", "args", index), what, hint=f"use {setting}", reads=((*path, "engine", "kind"),)
             )
+
+
+def _option(argument: str) -> str:
+    # Engines take --tensor_parallel_size as well, and --speculative-config.method for one key of a group.
+    return argument.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
+def _own_option(option: str, own_args: Mapping[str, str]) -> str | None:
+    """Return which of our own options the engine's parser would take this word for: argparse takes a beginning, too."""
+    if option in own_args:
+        return option
+    if not option.startswith("-") or option in ("-", "--"):
+        return None
+    for own in own_args:
+        # A short option of one letter takes its value without a space: -qfp8.
+        if own.startswith(option) or (len(own) == 2 and option.startswith(own)):
+            return own
+    return None
 
 
 def _experts(path: SettingPath, model: Model) -> Iterator[Finding]:
