@@ -47,11 +47,11 @@ def serve(target: Target, manifest: Path, *, notifier: Notifier, phases_s: dict[
     draft_folder = None if target.draft is None else _configs(target, DRAFT, notifier)
     make_cache_folder(target)
     arguments = serve_arguments(target.name, target.model, configs=folder, draft_configs=draft_folder)
-    if "--shutdown-timeout" not in arguments:
-        arguments += ["--shutdown-timeout", str(STOP_TIMEOUT_S - 10)]
-    if target.model.parallel.data > 1 and "--api-server-count" not in arguments:
+    # Ahead of the manifest's arguments, which win in whatever form they say the same.
+    arguments[1:1] = ["--shutdown-timeout", str(STOP_TIMEOUT_S - 10)]
+    if target.model.parallel.data > 1:
         # One for each replica, as vLLM would have it, breaks off on SIGTERM what the engines would still answer.
-        arguments += ["--api-server-count", "1"]
+        arguments[1:1] = ["--api-server-count", "1"]
     phases_s["configs"] = time.monotonic() - began
     with tempfile.TemporaryDirectory(prefix="appliance-outcomes-") as outcomes:
         own = {OUTCOMES_VARIABLE: outcomes, STARTER_VARIABLE: str(os.getpid())}

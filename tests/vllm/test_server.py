@@ -1,5 +1,6 @@
 """The engine's unit where the engine is vLLM: a real `appliance.engine`, a keeper, PID 1's socket, and a fake vLLM."""
 
+import argparse
 import json
 import os
 import signal
@@ -142,11 +143,25 @@ def test_vllm_is_started_on_the_configs_and_links_to_the_weights(engine: Engine,
     assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"} & environment.keys()
 
 
-def test_a_shutdown_timeout_of_the_manifest_is_left_alone(engine: Engine, manager: ServiceManager) -> None:
-    engine.site.write(engine=engine.settings("--shutdown-timeout", "7"))
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["--shutdown-timeout", "7", "--api-server-count", "4"],
+        ["--shutdown-timeout=7", "--api-server-count=4"],
+        ["--shutdown_timeout", "7", "--api_server_count=4"],
+    ],
+    ids=["words", "equals", "underscores"],
+)
+def test_what_the_manifest_says_of_both_decides(engine: Engine, manager: ServiceManager, told: list[str]) -> None:
+    engine.site.write(parallel={"data": 2}, engine=engine.settings(*told))
     with engine.running(manager):
         manager.wait_for(is_ready)
-    assert engine.started["arguments"].count("--shutdown-timeout") == 1
+    parser = argparse.ArgumentParser()
+    # As vLLM's own parser takes them, which turns underscores into dashes first.
+    parser.add_argument("--shutdown-timeout", "--shutdown_timeout")
+    parser.add_argument("--api-server-count", "--api_server_count")
+    decided, _ = parser.parse_known_args(engine.started["arguments"])
+    assert (decided.shutdown_timeout, decided.api_server_count) == ("7", "4")
 
 
 def test_replicas_share_one_server_which_lets_their_answers_end(engine: Engine, manager: ServiceManager) -> None:
