@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from appliance.manifest.capabilities import capability_findings
 from appliance.manifest.finding import Finding, touches
 from appliance.manifest.problem import SettingPath
-from appliance.manifest.schema import Engine, Manifest, Model
+from appliance.manifest.schema import GUESSING_METHODS, Engine, Manifest, Model
 
 # struct sockaddr_un has 108 bytes for the path and its closing NUL.
 MAX_SOCKET_PATH_BYTES = 107
@@ -150,6 +150,10 @@ def _draft(path: SettingPath, model: Model) -> Iterator[Finding]:
     if model.draft is not None and model.draft.checkpoint is None and model.draft.method is None:
         draft = (*path, "draft")
         yield Finding(draft, "needs a checkpoint, a method or both", reads=(draft,))
+    if model.draft is not None and model.draft.checkpoint is not None and model.draft.method in GUESSING_METHODS:
+        where = (*path, "draft", "checkpoint")
+        what = f"{model.draft.method} guesses from the prompt and loads no model"
+        yield Finding(where, what, hint="remove it", reads=((*path, "draft", "method"),))
 
 
 def _threads(path: SettingPath, engine: Engine) -> Iterator[Finding]:
@@ -164,6 +168,9 @@ def _image(path: SettingPath, engine: Engine) -> Iterator[Finding]:
         yield Finding(
             (*path, "engine", "runtime"), "podman needs an image", hint="say which in engine.image", reads=reads
         )
+    if engine.runtime == "native" and engine.image is not None:
+        reads = ((*path, "engine", "runtime"),)
+        yield Finding((*path, "engine", "image"), "not used with runtime: native", reads=reads, is_error=False)
 
 
 def _environment(path: SettingPath, engine: Engine) -> Iterator[Finding]:

@@ -22,7 +22,8 @@ def test_the_example_is_right_with_every_comment_taken_away_from_its_settings() 
     document = parse_document(_uncommented(), file="F")
     manifest, warnings = validated(document, folder=Path("/etc/appliance"))
     assert set(manifest.models) == {"support-bot", "reasoner"}
-    assert list(warnings) == []
+    # It shows the image beside the default, which needs none.
+    assert [warning.path for warning in warnings] == [("models", "support-bot", "engine", "image")]
 
 
 def test_every_setting_occurs_in_the_example_and_no_other() -> None:
