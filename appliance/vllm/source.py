@@ -29,6 +29,7 @@ from appliance.target import DRAFT, TARGET, Target
 from appliance.tensors.flags import flags_of
 from appliance.tensors.homes import Stage
 from appliance.vllm.facts import facts
+from appliance.vllm.processing import process_again, process_loaded
 
 
 @dataclass
@@ -103,13 +104,8 @@ class VllmSource:
 
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
         self.claim(module)
-        if stage == "loaded":
-            _own_what_is_rewritten(module)
-            self._process(module)
-        else:
-            with _already_processed() as rebuilds:
-                if rebuilds:
-                    self._process(module)
+        finish = process_loaded if stage == "loaded" else process_again
+        finish(module, self._process)
         return module.eval()
 
     def claim(self, module: torch.nn.Module) -> None:
@@ -192,19 +188,6 @@ class _Blank(TorchFunctionMode):
         return made.zero_() if function in (torch.empty, torch.empty_like, torch.empty_strided) else made
 
 
-def _own_what_is_rewritten(module: torch.nn.Module) -> None:
-    """Copy the mapped parameters that a quantization method may write to where they lie: the mapping is read-only.
-
-    Methods of layers that are not quantized replace parameters, and write to none.
-    """
-    for part in module.modules():
-        method = getattr(part, "quant_method", None)
-        if method is None or type(method).__name__.startswith("Unquantized"):
-            continue
-        for parameter in part.parameters(recurse=False):
-            parameter.data = parameter.data.clone()
-
-
 def role_of(vllm_config: Any, model_config: Any) -> str:
     """Return which of an engine's models this is."""
     speculative = vllm_config.speculative_config
@@ -249,18 +232,3 @@ def _without_leftovers(module: torch.nn.Module) -> Iterator[None]:
         for name in vars(part).keys() - names:
             if isinstance(left := vars(part)[name], dict | list | set) and not left:
                 delattr(part, name)
-
-
-@contextlib.contextmanager
-def _already_processed() -> Iterator[bool]:
-    """Tell whether this vLLM can rebuild what post-processing leaves beside tensors, and have it do no more than that.
-
-    Since 0.31; before that a shard is `processed` only where nothing but tensors was changed.
-    """
-    try:
-        from vllm.model_executor.utils import weights_already_processed
-    except ImportError:
-        yield False
-        return
-    with weights_already_processed():
-        yield True

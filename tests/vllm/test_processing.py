@@ -1,0 +1,89 @@
+"""What of vLLM's post-processing is done to weights that are mapped, and what it may write to."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from appliance.tensors.inventory import TensorError
+from appliance.vllm.processing import process_again
+
+
+class Mode:
+    """vLLM's switch for weights that are processed already."""
+
+    on = False
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        self.on = True
+        yield
+        self.on = False
+
+
+@pytest.fixture
+def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
+    """Have the import of vLLM's switch find one, as since 0.30."""
+    mode = Mode()
+    utils = ModuleType("vllm.model_executor.utils")
+    vars(utils)["weights_already_processed"] = mode.entered
+    for name in ("vllm", "vllm.model_executor"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    return mode
+
+
+def module_of(*methods: object) -> nn.Module:
+    """Return a module of one linear layer for each quantization method."""
+    layers = [nn.Linear(2, 2) for _ in methods]
+    for layer, method in zip(layers, methods, strict=True):
+        vars(layer)["quant_method"] = method
+    return nn.Sequential(*layers)
+
+
+def method(*, supports: bool) -> SimpleNamespace:
+    return SimpleNamespace(supports_pre_processed_weights=supports)
+
+
+def test_what_every_method_can_rebuild_is_rebuilt_in_vllms_own_mode(mode: Mode) -> None:
+    asked = []
+    # As of a layer whose method is none of vLLM's: it asks that of nothing.
+    process_again(module_of(method(supports=True), object()), lambda module: asked.append(mode.on))
+    assert asked == [True]
+
+
+def test_nothing_is_rebuilt_where_one_method_cannot(mode: Mode) -> None:
+    process_again(module_of(method(supports=True), method(supports=False)), never)
+
+
+def test_nothing_is_rebuilt_by_a_vllm_without_that_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    process_again(module_of(method(supports=True)), never)
+
+
+def test_a_method_that_breaks_off_leaves_the_next_stage_to_be_tried(mode: Mode) -> None:
+    def process(module: nn.Module) -> None:
+        raise RuntimeError("MXFP4: only for another backend")
+
+    with pytest.raises(TensorError, match="only for another backend"):
+        process_again(module_of(method(supports=True)), process)
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_is_not_taken_for_such_a_method(mode: Mode, kind: Any) -> None:
+    error = kind.__new__(kind)
+
+    def process(module: nn.Module) -> None:
+        raise error
+
+    with pytest.raises(kind):
+        process_again(module_of(method(supports=True)), process)
+
+
+def never(module: nn.Module) -> None:
+    raise AssertionError("processed")
