@@ -9,6 +9,7 @@ import typer
 from appliance import __version__
 from appliance.cli import checkpoint, demo, host, manifest, parity, status, up, weights
 from appliance.errors import ApplianceError
+from appliance.manifest.problem import ManifestError
 
 INTERRUPTED = 130
 
@@ -67,7 +68,8 @@ def run(arguments: list[str]) -> int:
     except SystemExit as end:  # typer has said what was wrong with the words of the call
         return end.code if isinstance(end.code, int) else 1
     except ApplianceError as error:
-        print(f"appliance: {error}", file=sys.stderr)
+        # A manifest's errors begin with their places, each on a line of its own, as editors look for them.
+        print(error if isinstance(error, ManifestError) else f"appliance: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED

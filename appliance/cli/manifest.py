@@ -6,16 +6,19 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import MANIFEST
+from appliance.cli.options import MANIFEST, ManifestOption
 from appliance.manifest.inventory import json_schema
 from appliance.manifest.load import load_manifest
 
 
-def check(file: Annotated[Path, typer.Argument(help="the manifest to check")] = MANIFEST) -> None:
+def check(
+    file: Annotated[Path | None, typer.Argument(help="the manifest to check, instead of --manifest")] = None,
+    manifest: ManifestOption = MANIFEST,
+) -> None:
     """Say whether a manifest is right; if not, every error at once, each with its place."""
-    manifest = load_manifest(file)
-    models = ", ".join(manifest.models) or "none"
-    print(f"{file}: ok; models: {models}")
+    path = manifest if file is None else file
+    models = ", ".join(load_manifest(path).models) or "none"
+    print(f"{path}: ok; models: {models}")
 
 
 def schema() -> None:

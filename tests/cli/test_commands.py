@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.cli.main import run
 from tests.engine.checkpoints import make_checkpoint
 from tests.keeper.serving import Serving, give
 from tests.sites import MODEL, Site
@@ -66,12 +67,26 @@ def test_check_reports_every_error_with_its_place(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("models:\n  chat:\n    chekpoint: /x\n    engine: {port: 99999}\n")
     said = call("check", broken, status=78)
-    assert f"{broken}:3:5: models.chat.chekpoint" in said
-    assert f"{broken}:4:20: models.chat.engine.port" in said
+    assert said.startswith(f"{broken}:2:3: models.chat.checkpoint")
+    assert f"\n{broken}:3:5: models.chat.chekpoint" in said
+    assert f"\n{broken}:4:20: models.chat.engine.port" in said
 
 
 def test_check_accepts_a_manifest_that_is_right(site: Site) -> None:
     assert f"models: {MODEL}" in call("check", site.manifest)
+
+
+def test_check_takes_the_manifest_as_every_other_command_does(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(tmp_path / "other.yaml")
+    assert run(["check", "--manifest", str(site.manifest)]) == 0
+    monkeypatch.setenv("APPLIANCE_MANIFEST", str(site.manifest))
+    assert run(["check"]) == 0
+    assert capsys.readouterr().out.count(f"{site.manifest}: ok; models: {MODEL}\n") == 2
+    for told in (["-m", other], [other]):
+        assert run(["check", *told]) == 78
+        assert other in capsys.readouterr().err
 
 
 def test_schema_is_a_json_schema_of_the_manifest() -> None:
