@@ -15,7 +15,7 @@ from appliance.events import ERROR, WARNING, event
 from appliance.handover.lease import Lease
 from appliance.handover.terms import Terms
 from appliance.handover.weights import fill, obtain
-from appliance.target import TARGET
+from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
 from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_movers
@@ -64,7 +64,7 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
                 model_path=model_config.model,
                 role=role_of(vllm_config, model_config),
             )
-            source = VllmSource(vllm_config, model_config, prefix=prefix, target=assigned.target)
+            source = source_of(vllm_config, model_config, prefix=prefix, target=assigned.target)
             outcome = Outcome(role=source.role, rank=source.rank)
             name = assigned.name
             if source.role != TARGET or source.rank:
@@ -99,6 +99,13 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             slots = client.status()["shards"]
         device = uuid_of(load_device(vllm_config))
         return sum(slot["size_bytes"] for slot in slots if slot["device"] == device)
+
+
+def source_of(vllm_config: Any, model_config: Any, *, prefix: str, target: Target | None) -> VllmSource:
+    """Return the source of this worker's model, or of the draft to the one that it has loaded before."""
+    of_targets = (served.source.rank for served in reversed(SERVED) if served.source.role == TARGET)
+    rank = next(of_targets, None) if role_of(vllm_config, model_config) == DRAFT else None
+    return VllmSource(vllm_config, model_config, prefix=prefix, target=target, target_rank=rank)
 
 
 def _end_the_engine() -> None:

@@ -41,21 +41,32 @@ class _Layers:
 
 
 class VllmSource:
-    """The weights that one worker of vLLM asks its model loader for. `target` is None for one that only attaches."""
+    """The weights that one worker of vLLM asks its model loader for. `target` is None for one that only attaches.
+
+    A draft has the rank of the model that it drafts for, `target_rank`: its configuration may know of no replicas.
+    """
 
     # A configuration lists the layers of every model of the process, and through them its KV cache.
     opaque: Collection[type] = tuple(
         kind for kind in vars(vllm.config).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     )
 
-    def __init__(self, vllm_config: Any, model_config: Any, *, prefix: str, target: Target | None) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        model_config: Any,
+        *,
+        prefix: str,
+        target: Target | None,
+        target_rank: int | None = None,
+    ) -> None:
         self._config = vllm_config
         self._model_config = model_config
         self._prefix = prefix
         self._target = target
         self._layers: MutableMapping[torch.nn.Module, _Layers] = weakref.WeakKeyDictionary()
         self.role = role_of(vllm_config, model_config)
-        self.rank = _rank(vllm_config.parallel_config)
+        self.rank = _rank(vllm_config.parallel_config) if target_rank is None else target_rank
         self._device = load_device(vllm_config)
         self.device = uuid_of(self._device)
         # Taken now: what builds a model also changes its configuration.
@@ -103,13 +114,15 @@ class VllmSource:
         return Loaded(module.eval(), configs, stats, phases, flags)
 
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
-        self.claim(module)
         finish = process_loaded if stage == "loaded" else process_again
         finish(module, self._process)
         return module.eval()
 
     def claim(self, module: torch.nn.Module) -> None:
-        """Have vLLM compute with this module, of all that were built here: it looks layers up by their names."""
+        """Have vLLM compute with this module, of all that were built here: it looks layers up by their names.
+
+        Of the one that is served alone: what is claimed stays in memory, and so do the weights of its layers.
+        """
         compilation, layers = self._config.compilation_config, self._layers[module]
         compilation.static_forward_context.update(layers.by_name)
         experts = compilation.static_all_moe_layers

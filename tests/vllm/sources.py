@@ -1,0 +1,75 @@
+"""`python -m tests.vllm.sources FOLDER`, in vLLM's environment: what a source says and does, as a line of JSON.
+
+No engine is started: configurations are vLLM's own, and a model is built of them.
+"""
+
+import gc
+import json
+import os
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import replace, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+from appliance.ports import free_port
+from appliance.vllm.loading import engine_config
+from appliance.vllm.model_loader import SERVED, Served, source_of
+from appliance.vllm.replicas import become_replica
+from appliance.vllm.source import VllmSource
+from tests.vllm.checkpoints import make_checkpoint
+from tests.vllm.drafts import add_draft
+
+ARGUMENTS = ["--max-model-len", "256", "--enforce-eager", "--load-format", "appliance"]
+
+
+def unclaimed(folder: Path) -> dict[str, Any]:
+    """Return what is left of a finished module that nobody serves."""
+    checkpoint = make_checkpoint(folder / "mixture", architecture="qwen3-moe")
+    config = engine_config([str(checkpoint), *ARGUMENTS])
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        source = VllmSource(config, config.model_config, prefix="", target=None)
+        layers: Any = config.compilation_config.static_forward_context
+        module = source.finish(source.skeleton({}), "processed")
+        found = {"entered": sorted(layers), "layers": len(layers)}
+        experts = weakref.ref(next(part for part in module.modules() if hasattr(part, "w13_weight")))
+        source.claim(module)
+        found |= {"claimed": len(layers)}
+        layers.clear()
+        del module
+        gc.collect()
+    return found | {"alive": experts() is not None}
+
+
+def rank_of_a_small_draft(folder: Path) -> dict[str, Any]:
+    """Return the ranks of the second replica's two models, each as vLLM's worker would have its loader asked for it."""
+    checkpoint = make_checkpoint(folder / "target")
+    draft = add_draft(folder / "draft", checkpoint, "draft_model")
+    told = {"method": "draft_model", "num_speculative_tokens": 1, "model": draft["checkpoint"]}
+    more = ["--speculative-config", json.dumps(told), "--data-parallel-size", "2"]
+    config = engine_config([str(checkpoint), *ARGUMENTS, *more])
+    become_replica(config, 1)
+    target = source_of(config, config.model_config, prefix="", target=None)
+    SERVED.append(Served(target, None, None))  # type: ignore[arg-type]
+    speculative = config.speculative_config
+    # As vLLM's proposer does it.
+    parallel = replace(speculative.draft_parallel_config, rank=config.parallel_config.rank)
+    of_draft = replace(config, quant_config=None, parallel_config=parallel, model_config=speculative.draft_model_config)
+    source = source_of(of_draft, of_draft.model_config, prefix="draft_model", target=None)
+    return {target.role: target.rank, source.role: source.rank}
+
+
+if __name__ == "__main__":
+    # vLLM logs to standard output.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    found = {"unclaimed": unclaimed(folder), "ranks": rank_of_a_small_draft(folder)}
+    print(json.dumps(found), file=results, flush=True)
+    os._exit(0)

@@ -1,0 +1,25 @@
+"""What a source makes of vLLM's own configurations: which shard is asked for, and what stays in memory."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.vllm import vllm_process
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = str(tmp_path_factory.mktemp("sources"))
+    return json.loads(vllm_process.run("-m", "tests.vllm.sources", folder, timeout_s=200).splitlines()[-1])
+
+
+def test_a_module_that_is_not_served_leaves_nothing_in_memory(said: Any) -> None:
+    # Experts are layers that vLLM looks up by name: whoever enters them keeps the largest part of a mixture.
+    unclaimed = said["unclaimed"]
+    assert unclaimed["claimed"] > 0, "or there was nothing to keep"
+    assert (unclaimed["layers"], unclaimed["entered"], unclaimed["alive"]) == (0, [], False)
+
+
+def test_a_small_draft_has_the_rank_of_its_replicas_target(said: Any) -> None:
+    assert said["ranks"] == {"target": 1, "draft": 1}
