@@ -29,7 +29,8 @@ numactl numactl
 usage() {
     cat <<'USAGE'
 Usage: sudo ./install.sh                  install on this host, or upgrade: environment, command, units, user
-       sudo ./install.sh --uninstall      take all of that away, and leave /etc/appliance and signatures
+       sudo ./install.sh --uninstall      take that away, and drop-ins of the units; leave the user, /etc/appliance,
+                                          /var/lib/appliance, Podman's images and volumes (appliance-cache-MODEL)
        ./install.sh --bundle ARCHIVE [IMAGE...]
                                           make one archive that installs as this checkout does, with no network
        ./install.sh --try [ARGUMENT...]    run the demo: a real model, on this machine, as you
@@ -46,12 +47,15 @@ Where the processor has AVX-512 it makes a second environment beside the first, 
 --bundle fetches every package into a tar ARCHIVE, with the container IMAGEs that Podman has here. Unpack it on the other
 host and run the install.sh in it: it loads the images, too. That host needs the same Python and processor.
 
-Installing needs Linux with systemd 252 or later (254 for all of it) and Python 3.11 to 3.13. Weights and engines that
-run stay; keepers are restarted on the new code, which does not touch what they hold.
+Installing needs Linux with systemd 252 or later (254 for all of it) and Python 3.11 to 3.13. Engines that run stay, and
+so do weights; keepers are restarted on the new code, which does not touch what they hold. Another torch, transformers or
+vLLM than before, though, means other weights: they are verified and loaded again, and engines end first where both have no
+room.
 
 Environment:
   DESTDIR         install below this folder instead, for images; nothing is started
-  APPLIANCE_EXTRAS  which parts of pyproject.toml to install: engine, or engine,cuda where there is an NVIDIA driver
+  APPLIANCE_EXTRAS  which parts of pyproject.toml to install: engine, or engine,cuda where there is an NVIDIA driver. An
+                  upgrade does not remember it: name the same again
   PYTHON          the Python to use
   APPLIANCE_VENV  the virtual environment to make and use, instead of .venv in this checkout
   PIP_*           pip's own settings. On x86-64, PyPI's torch brings 3 GB of GPU libraries, 5 GB once unpacked; name
@@ -302,8 +306,8 @@ uninstall() {
         "$dest/usr/local/bin/appliance"
     rm -rf -- "$dest$prefix" "$dest$share" "$dest/var/lib/appliance-host" "$dest/var/cache/appliance"
     [[ -n $dest ]] || systemctl daemon-reload
-    say "gone. Left: /etc/appliance (manifest, keys), /var/lib/appliance (pins, canaries), the user appliance, and every" \
-        "checkpoint with its signature"
+    say "gone. Left: /etc/appliance (manifest, keys), /var/lib/appliance (pins, canaries), the user appliance, Podman's" \
+        "images and its volumes appliance-cache-MODEL, and every checkpoint with its signature"
 }
 
 is_written_by_apply() {

@@ -200,7 +200,7 @@ def _gid(group: str | None) -> int | None:
 
 def main() -> int:
     """Print one keeper's settings; return the exit status."""
-    parser = argparse.ArgumentParser(prog="appliance target", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m appliance.target", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--verify", action="store_true", help="hash every file of the checkpoint")

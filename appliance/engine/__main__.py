@@ -36,7 +36,7 @@ DEFAULT_WATCHDOG_S = 60.0
 def main() -> int:
     """Serve one model until SIGTERM; return the exit status."""
     started = _process_start()
-    parser = argparse.ArgumentParser(prog="appliance engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m appliance.engine", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()

@@ -19,7 +19,7 @@ _OWN_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE")
 
 def main() -> int:
     """Run one keeper; return its exit status."""
-    parser = argparse.ArgumentParser(prog="appliance keeper", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m appliance.keeper", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()

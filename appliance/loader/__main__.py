@@ -18,7 +18,7 @@ CONNECT_TIMEOUT_S = 30.0
 
 def main() -> int:
     """Load, donate, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="appliance loader", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m appliance.loader", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()
