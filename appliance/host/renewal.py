@@ -39,20 +39,27 @@ Tell = Callable[[str], None]
 
 
 def changed(manifest: Manifest, name: str, *, seen: Seen) -> bool:
-    """Tell whether the checkpoint on disk is neither what the keeper has or loads, nor what was looked at before."""
+    """Tell whether the checkpoint on disk is neither what the keeper has or loads, nor what was looked at before.
+
+    What the keeper has is new, too, to an engine that failed on what was there, or was trusted, meanwhile.
+    """
     now = seen.look(manifest, name)
     if now == seen.last():
         return False
     try:
         with KeeperClient.connect(manifest.socket_path(name), timeout_s=KEEPER_TIMEOUT_S) as client:
+            if _is_loading(client, manifest, name):
+                # Not remembered: what came of it is looked at when it is done.
+                return False
             same = _is_the_keepers(client, manifest, name)
             if same:
                 client.checkpoint_seen("")
+        if not same or active_state(unit_name("engine", name)) == "failed":
+            return True
     except ApplianceError:  # no keeper, or no signature to go by: `verify` finds out
         return True
-    if same:
-        seen.save(now)
-    return not same
+    seen.save(now)
+    return False
 
 
 def verify(manifest: Manifest, name: str, *, seen: Seen, tell: Tell, settled_s: float = SETTLED_S) -> str:
@@ -100,13 +107,18 @@ def roll_out(manifest: Manifest, name: str, *, tell: Tell) -> None:
         _restart(engine, tell)
 
 
-def _is_the_keepers(client: KeeperClient, manifest: Manifest, name: str) -> bool:
-    """Tell whether these files are those that the keeper has read, or is reading now."""
-    identity = identify(manifest.model(name).checkpoint, trust_of(manifest))
+def _is_loading(client: KeeperClient, manifest: Manifest, name: str) -> bool:
+    """Tell whether the keeper is reading these files: it begins with the checkpoint that is there when it starts."""
+    wanted = identify(manifest.model(name).checkpoint, trust_of(manifest)).root_digest
     status = client.status()
-    if status.get("root_digest") != identity.root_digest:
-        # It begins with the checkpoint that is there when it starts, and says when it is done.
-        return status.get("target_root_digest") == identity.root_digest and not status.get("refused")
+    return status.get("root_digest") != wanted == status.get("target_root_digest") and not status.get("refused")
+
+
+def _is_the_keepers(client: KeeperClient, manifest: Manifest, name: str) -> bool:
+    """Tell whether these files are those that the keeper has read."""
+    identity = identify(manifest.model(name).checkpoint, trust_of(manifest))
+    if client.status().get("root_digest") != identity.root_digest:
+        return False
     described = client.describe(role="target", rank=0, wait_s=0)
     described.configs.close()
     recorded = {path: FileStat.from_json(facts) for path, facts in described.record.files.items()}

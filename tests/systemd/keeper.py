@@ -8,15 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from appliance import wire
+from appliance.descriptors import close_all
 from appliance.errors import PeerError
+from appliance.fingerprint import Fingerprint
+from appliance.record import FileFacts
+from tests.keeper.shards import TARGET, donation_of
 
 
 class StandIn:
-    """`status` is its answer to that question, `seen` what clients said of the checkpoint on disk."""
+    """`status` is its answer to that question, `seen` what clients said of the checkpoint on disk.
+
+    `files` are those that it has read, for each role; it holds no other.
+    """
 
     def __init__(self, status: Mapping[str, Any]) -> None:
         self.status = dict(status)
         self.seen: list[str] = []
+        self.files: dict[str, dict[str, FileFacts]] = {}
+        self.target: Fingerprint = TARGET
 
     def answer(self, channel: socket.socket) -> None:
         with channel, contextlib.suppress(OSError, PeerError):
@@ -27,8 +36,18 @@ class StandIn:
                     case wire.CheckpointSeen() as said:
                         self.seen.append(said.refusal)
                         wire.send(channel, wire.Noted())
+                    case wire.Describe(role=role) if role in self.files:
+                        self._describe(channel, role)
                     case _:
                         return
+
+    def _describe(self, channel: socket.socket, role: str) -> None:
+        donation = donation_of(self.target, role=role, files=self.files[role])
+        try:
+            said = wire.Described(shard_id=donation.record.shard_id)
+            wire.send(channel, said, [donation.held, donation.configs])
+        finally:
+            close_all((donation.held, donation.configs, *donation.slabs))
 
 
 @contextlib.contextmanager

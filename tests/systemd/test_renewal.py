@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from appliance.checkpoint.digests import stat_files
 from appliance.checkpoint.identity import identify
 from appliance.checkpoint.keys import generate_key, load_private_key
 from appliance.checkpoint.signature import sign
 from appliance.checkpoint.verification import verify_all
-from appliance.errors import TrustError
+from appliance.errors import ApplianceError, TrustError
 from appliance.host import renewal
 from appliance.host.renewal import changed, roll_out, verify
 from appliance.host.seen import Seen
 from appliance.manifest.schema import Manifest
+from appliance.record import FileFacts
 from appliance.target import trust_of
 from tests.checkpoint.checkpoints import CONFIG, SHARDS, safetensors_bytes
 from tests.systemd.keeper import keeper
@@ -64,6 +66,12 @@ class Site:
         file.write_bytes(data)
         return file
 
+    def stats(self) -> dict[str, FileFacts]:
+        """Return what a keeper remembers of the files as they are now."""
+        identity = identify(self.checkpoint, trust_of(self.manifest))
+        found = stat_files(identity.root, identity.manifest.digests)
+        return {path: stat.to_json() for path, stat in found.items() if stat is not None}
+
     def changed(self) -> bool:
         return changed(self.manifest, "m", seen=self.seen)
 
@@ -108,6 +116,46 @@ def test_what_the_keeper_is_loading_is_not_new(site: Site) -> None:
 def test_another_checkpoint_than_the_keepers_is_new(site: Site, resident: str) -> None:
     with keeper(site.socket, {"root_digest": resident, "target_root_digest": "1" * 64, "refused": False}):
         assert site.changed()
+
+
+def test_what_the_keeper_has_read_is_not_new(site: Site, states: Path) -> None:
+    with keeper(site.socket, {"root_digest": site.sign()}) as told:
+        told.files["target"] = site.stats()
+        assert not site.changed()
+        assert told.seen == [""]
+        assert not site.changed()
+        assert told.seen == [""], "asked again, of files that nobody touched"
+
+
+@pytest.mark.parametrize("gone", ["checkpoint", "key"])
+def test_what_is_put_back_as_it_was_is_new_to_an_engine_that_failed_meanwhile(
+    site: Site, states: Path, tmp_path: Path, gone: str
+) -> None:
+    path = site.checkpoint if gone == "checkpoint" else tmp_path / "signer.pub"
+    with keeper(site.socket, {"root_digest": site.sign()}) as told:
+        told.files["target"] = site.stats()
+        assert not site.changed()
+        path.rename(tmp_path / "aside")
+        assert site.changed()
+        with pytest.raises(ApplianceError):
+            site.verify()
+        (states / "engine@m").write_text("failed\n")
+        (tmp_path / "aside").rename(path)
+        assert site.changed()
+        site.verify()
+        roll_out(site.manifest, "m", tell=lambda text: None)
+        assert not site.changed(), "once is enough"
+    assert (states / "calls").read_text().splitlines() == ["reset-failed engine@m.service", "restart engine@m.service"]
+
+
+def test_a_load_that_is_under_way_is_not_begun_anew_for_an_engine_that_failed(site: Site, states: Path) -> None:
+    digest = site.sign()
+    (states / "engine@m").write_text("failed\n")
+    with keeper(site.socket, {"root_digest": "", "target_root_digest": digest, "refused": False}) as told:
+        assert not site.changed()
+        told.status["root_digest"] = digest
+        told.files["target"] = site.stats()
+        assert site.changed(), "but started when it is done"
 
 
 def test_one_that_the_keeper_refused_is_looked_at_until_it_was(site: Site) -> None:
