@@ -9,8 +9,8 @@ from appliance.checkpoint.os_refusal import os_refusal
 from appliance.errors import ConfigError
 
 
-def write_durably(path: Path, data: bytes, *, mode: int, replace: bool) -> None:
-    """Write the file with exactly these permission bits, whatever the umask.
+def write_durably(path: Path, data: bytes, *, mode: int, replace: bool, owner: tuple[int, int] | None = None) -> None:
+    """Write the file with exactly these permission bits, whatever the umask, and for this user and group if given.
 
     With `replace` an older file (or link) of that name gives way in one step. Without, one that is there stays as it is
     and ConfigError says so. A reader sees the old bytes or the new ones; a failure leaves no temporary file behind.
@@ -19,7 +19,7 @@ def write_durably(path: Path, data: bytes, *, mode: int, replace: bool) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _fill(fd, data, mode=mode)
+            _fill(fd, data, mode=mode, owner=owner)
             _give_name(temporary, path, replace=replace)
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -31,8 +31,10 @@ def write_durably(path: Path, data: bytes, *, mode: int, replace: bool) -> None:
         raise os_refusal(error, f"write {path}") from error
 
 
-def _fill(fd: int, data: bytes, *, mode: int) -> None:
+def _fill(fd: int, data: bytes, *, mode: int, owner: tuple[int, int] | None) -> None:
     try:
+        if owner is not None:
+            os.fchown(fd, *owner)
         os.fchmod(fd, mode)
         rest = memoryview(data)
         while rest:

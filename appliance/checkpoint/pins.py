@@ -1,7 +1,8 @@
 """Pins: digests of an unsigned checkpoint that this host computed itself when it first saw it.
 
 Policy `local` has no signer to ask. It notices every change since the first look and says nothing about before it. One
-JSON file a checkpoint below STATE/pins/, named after the real path of the checkpoint.
+JSON file a checkpoint below STATE/pins/, named after the real path of the checkpoint. What root pins belongs to the
+owner of STATE: it is for processes that are not root.
 """
 
 import errno
@@ -95,9 +96,22 @@ class Pins:
     def _write(self, root: CheckpointRoot, manifest: CheckpointManifest, *, replace: bool) -> None:
         try:
             self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+            owner = _give_to_owner(self.directory) if os.geteuid() == 0 else None
         except OSError as error:
             raise os_refusal(error, f"make {self.directory}") from error
-        write_durably(self.path(root), _encode(root, manifest), mode=0o640, replace=replace)
+        write_durably(self.path(root), _encode(root, manifest), mode=0o640, replace=replace, owner=owner)
+
+
+def _give_to_owner(directory: Path) -> tuple[int, int]:
+    """Give a directory to whoever owns the one that it lies in; return that user and group."""
+    above = directory.parent.stat()
+    # That owner could put a link here, to a directory that is none of theirs.
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchown(fd, above.st_uid, above.st_gid)
+    finally:
+        os.close(fd)
+    return above.st_uid, above.st_gid
 
 
 def _read(path: Path) -> bytes | None:

@@ -20,6 +20,8 @@ from appliance.errors import ConfigError, TrustError
 from tests.checkpoint.checkpoints import MUTATIONS, flip_a_byte, make_checkpoint, make_hub_snapshot
 from tests.checkpoint.opened import files_opened
 
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+
 SHARD = "model-00001-of-00002.safetensors"
 
 
@@ -108,6 +110,30 @@ class TestPinned:
         third = identify(checkpoint, Trust.local(state_dir))
         assert third.manifest == manifest and third.root_digest != pinned.root_digest
         assert not check_all(third)
+
+    @as_root
+    def test_what_root_pins_is_the_state_directorys_owners(self, checkpoint: Path, state_dir: Path) -> None:
+        state_dir.mkdir()
+        os.chown(state_dir, 65534, 65533)
+        pins = Pins.below(state_dir)
+        # As an earlier release left it.
+        pins.directory.mkdir(mode=0o750)
+        pins.repin(checkpoint)
+        for path in (pins.directory, pins.path(checkpoint)):
+            assert (path.stat().st_uid, path.stat().st_gid) == (65534, 65533)
+        assert stat.S_IMODE(pins.path(checkpoint).stat().st_mode) == 0o640
+
+    @as_root
+    def test_a_link_in_place_of_the_pins_gives_nothing_away(
+        self, checkpoint: Path, state_dir: Path, tmp_path: Path
+    ) -> None:
+        state_dir.mkdir()
+        os.chown(state_dir, 65534, 65534)
+        (tmp_path / "others").mkdir()
+        (state_dir / "pins").symlink_to(tmp_path / "others")
+        with pytest.raises(ConfigError, match="pins"):
+            Pins.below(state_dir).repin(checkpoint)
+        assert (tmp_path / "others").stat().st_uid == 0 and list((tmp_path / "others").iterdir()) == []
 
     def test_the_pin_belongs_to_the_real_path(self, checkpoint: Path, state_dir: Path, tmp_path: Path) -> None:
         pins = Pins.below(state_dir)
