@@ -20,6 +20,7 @@ from appliance.vllm.command_line import parse
 from appliance.vllm.configs_folder import kept_configs
 from appliance.vllm.environment import environment
 from appliance.vllm.outcome import read_all
+from appliance.vllm.refusals import refuse_other_loaders
 from appliance.vllm.replicas import become_replica, in_processes
 
 
@@ -33,6 +34,7 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
         vllm_config = engine_config(
             serve_arguments(target.name, target.model, configs=configs, draft_configs=draft_configs)
         )
+    refuse_other_loaders(vllm_config)
     try:
         _execute(vllm_config)
     except Exception as error:

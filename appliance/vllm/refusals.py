@@ -3,6 +3,7 @@
 from typing import Any
 
 from appliance.errors import ConfigError
+from appliance.vllm.plugin import LOAD_FORMAT
 
 
 def refuse_movers(vllm_config: Any) -> None:
@@ -30,6 +31,15 @@ def refuse_movers(vllm_config: Any) -> None:
         raise ConfigError(
             "--cpu-offload-gb, --offload-group-size: attached weights stay on their device, all of them",
             hint="divide the model over more GPUs with `parallel`",
+        )
+
+
+def refuse_other_loaders(vllm_config: Any) -> None:
+    """Return if vLLM is to load by us, ConfigError where it has replaced the format that its command line names."""
+    if (format_ := str(vllm_config.load_config.load_format)) != LOAD_FORMAT:
+        raise ConfigError(
+            f"vLLM loads this model in its own format `{format_}`, whatever it is told: nothing could be kept",
+            hint="with bitsandbytes vLLM 0.26 and 0.27 do so: take a later one, or another quantization",
         )
 
 

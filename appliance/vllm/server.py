@@ -28,7 +28,7 @@ from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE
 from appliance.vllm.configs_folder import kept_configs
 from appliance.vllm.environment import environment, make_cache_folder
-from appliance.vllm.outcome import Outcome, read_all
+from appliance.vllm.outcome import read_all
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 10.0
@@ -84,6 +84,7 @@ class _Server:
             began = time.monotonic()
             if self._until(self._healthy, "vLLM is starting"):
                 phases_s["vllm"] = time.monotonic() - began
+                self._refuse_unverified()
                 if self._answers(phases_s):
                     self._ready(phases_s)
                     self._watch()
@@ -121,9 +122,17 @@ class _Server:
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return False
 
+    def _refuse_unverified(self) -> None:
+        """Refuse to serve what no worker had from us: vLLM may choose another loader than it is told."""
+        if not read_all(self._outcomes):
+            raise ConfigError(
+                f"vLLM serves {self._target.name} with weights that it did not ask the keeper for",
+                hint="with bitsandbytes vLLM 0.26 and 0.27 do so: take a later one, or another quantization",
+            )
+
     def _ready(self, phases_s: dict[str, float]) -> None:
         outcomes = read_all(self._outcomes)
-        worst = next((one for one in outcomes if one.verdict != "hit"), outcomes[0] if outcomes else Outcome("", -1))
+        worst = next((one for one in outcomes if one.verdict != "hit"), outcomes[0])
         slowest = {f"worker.{name}": 0.0 for one in outcomes for name in one.phases_s}
         for one in outcomes:
             for name, seconds in one.phases_s.items():

@@ -2,7 +2,7 @@
 
 It leaves `started` (its arguments and environment) there, and `stopped` when a signal ended it. `sick` makes /health
 fail; `exit` holds a status to end with at once, `dies` one to end with at the first question; `outcome` is what a
-worker of it found.
+worker of it found, in place of a hit; `unasked` means that none asked for anything.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ["FAKE_FOLDER"])
+HIT = {"role": "target", "rank": 0, "verdict": "hit"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,9 +54,10 @@ def main() -> None:
         json.dumps({"parent": os.getppid(), "arguments": arguments, "environment": dict(os.environ)})
     )
     (FOLDER / "started.partial").rename(FOLDER / "started")
-    if (FOLDER / "outcome").exists():
+    if not (FOLDER / "unasked").exists():
+        found = FOLDER / "outcome"
         outcome = Path(os.environ["APPLIANCE_OUTCOMES"]) / "target-0.json"
-        outcome.write_text((FOLDER / "outcome").read_text())
+        outcome.write_text(found.read_text() if found.exists() else json.dumps(HIT))
     if (FOLDER / "exit").exists():
         sys.exit(int((FOLDER / "exit").read_text()))
     port = int(arguments[arguments.index("--port") + 1])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from appliance.errors import ConfigError
-from appliance.vllm.refusals import refuse_movers
+from appliance.vllm.refusals import refuse_movers, refuse_other_loaders
 
 
 def config(
@@ -46,3 +46,9 @@ def test_what_moves_weights_is_refused_with_what_to_do_instead(
     with pytest.raises(ConfigError, match=option) as caught:
         refuse_movers(config(**settings))
     assert instead in str(caught.value)
+
+
+def test_a_format_that_vllm_has_put_in_place_of_ours_is_refused() -> None:
+    refuse_other_loaders(SimpleNamespace(load_config=SimpleNamespace(load_format="appliance")))
+    with pytest.raises(ConfigError, match="`bitsandbytes`"):
+        refuse_other_loaders(SimpleNamespace(load_config=SimpleNamespace(load_format="bitsandbytes")))

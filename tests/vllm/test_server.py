@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from appliance.errors import EXIT_TRUST
+from appliance.errors import EXIT_CONFIG, EXIT_TRUST
 from appliance.keeper.settings import Slot
 from appliance.ports import free_port
 from appliance.vllm.outcome import Outcome
@@ -190,6 +190,13 @@ def test_what_a_worker_found_goes_before_an_exit_status_of_vllm(engine: Engine, 
     engine.write("exit", "1")
     status, said = engine.ended(manager)
     assert (status, "m.safetensors differs" in said) == (EXIT_TRUST, True)
+
+
+def test_weights_that_no_worker_asked_for_are_not_served(engine: Engine, manager: ServiceManager) -> None:
+    engine.write("unasked")
+    status, said = engine.ended(manager)
+    assert (status, "did not ask the keeper for" in said) == (EXIT_CONFIG, True)
+    assert not is_ready(manager)
 
 
 def test_one_that_ends_by_the_signal_that_stops_it_ended_well(engine: Engine, manager: ServiceManager) -> None:
