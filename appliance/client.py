@@ -21,8 +21,6 @@ CROWD_TIMEOUT_S = 5.0
 RETRY_S = 0.05
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its NUL
 
-_WHERE = "is weights@MODEL running? For a container: is the folder of this socket mounted into it?"
-
 Reply = TypeVar("Reply", bound=wire.Message)
 
 
@@ -75,7 +73,9 @@ class KeeperClient:
                 crowded = isinstance(error, BlockingIOError)
                 if time.monotonic() - began >= (max(timeout_s, CROWD_TIMEOUT_S) if crowded else timeout_s):
                     raise ResourceError(
-                        f"no keeper answers at {path}: {error.strerror or error}", hint=_WHERE
+                        f"no keeper answers at {path}: {error.strerror or error}",
+                        # The socket's folder has the model's name.
+                        hint=f"is weights@{path.parent.name} running? For a container: is that folder mounted into it?",
                     ) from error
             time.sleep(RETRY_S)
 
