@@ -1,5 +1,7 @@
 """`checkpoint@MODEL.service`: a replaced checkpoint is verified, unprivileged, before anything restarts on it.
 
+A model's checkpoint is all that its weights come from: a draft may have a folder of its own.
+
 `python -m appliance.host.renewal changed|verify|roll-out --manifest FILE --model NAME`. `changed` ends with 0 where the
 checkpoint on disk is to be looked at (ExecCondition=), `verify` with 0 where all of it is as signed; `roll-out`, as
 root, restarts the keeper and after it the engine. What is wrong is told to the keeper, which goes on serving.
@@ -9,16 +11,17 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from appliance.checkpoint.files import CheckpointRoot, find_root
-from appliance.checkpoint.identity import check_stats, identify
+from appliance.checkpoint.identity import Identity, check_stats, identify
 from appliance.checkpoint.stat_record import FileStat
 from appliance.checkpoint.verification import verify_all
 from appliance.client import KeeperClient
 from appliance.errors import ApplianceError, HostError, TrustError
 from appliance.events import ERROR, NOTICE, WARNING, event
+from appliance.fingerprint import DRAFT_ROOT_DIGEST
 from appliance.host.seen import Seen
 from appliance.host.systemctl import RELOAD_TIMEOUT_S, START_TIMEOUT_S, active_state, systemctl
 from appliance.host.unit_files import unit_name
@@ -26,7 +29,8 @@ from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest
 from appliance.notify import Notifier
 from appliance.progress import in_words
-from appliance.target import trust_of
+from appliance.record import ShardRecord
+from appliance.target import DRAFT, TARGET, draft_identity, trust_of
 
 UNCHANGED = 1
 # A copy that is under way touches something at least this often.
@@ -36,6 +40,10 @@ POLL_S = 1.0
 KEEPER_TIMEOUT_S = 10.0
 
 Tell = Callable[[str], None]
+
+# Root digests of the model's checkpoint and of the draft's own, empty where there is none.
+Digests = tuple[str, str]
+NOTHING: Digests = ("", "")
 
 
 def changed(manifest: Manifest, name: str, *, seen: Seen) -> bool:
@@ -48,10 +56,11 @@ def changed(manifest: Manifest, name: str, *, seen: Seen) -> bool:
         return False
     try:
         with KeeperClient.connect(manifest.socket_path(name), timeout_s=KEEPER_TIMEOUT_S) as client:
-            if _is_loading(client, manifest, name):
+            identities = _identities(manifest, name)
+            if _is_loading(client, identities):
                 # Not remembered: what came of it is looked at when it is done.
                 return False
-            same = _is_the_keepers(client, manifest, name)
+            same = _is_the_keepers(client, identities)
             if same:
                 client.checkpoint_seen("")
         if not same or active_state(unit_name("engine", name)) == "failed":
@@ -63,19 +72,22 @@ def changed(manifest: Manifest, name: str, *, seen: Seen) -> bool:
 
 
 def verify(manifest: Manifest, name: str, *, seen: Seen, tell: Tell, settled_s: float = SETTLED_S) -> str:
-    """Return the root digest once every file is as signed.
+    """Return the model's root digest once every file is as signed, the draft's too.
 
     ApplianceError, which the keeper is told, when it is not, and nothing has been written for `settled_s`.
     """
     while True:
         now = seen.look(manifest, name)
         try:
-            identity = identify(manifest.model(name).checkpoint, trust_of(manifest))
-            # Remembered: the keeper that restarts on it need not read it all again.
-            verify_all(identity, manifest.directories.state, on_progress=lambda read: tell(in_words("verifying", read)))
+            identities = _identities(manifest, name)
+            for identity in identities.values():
+                # Remembered: the keeper that restarts on it need not read it all again.
+                verify_all(
+                    identity, manifest.directories.state, on_progress=lambda read: tell(in_words("verifying", read))
+                )
         except ApplianceError as error:
             # An rsync in progress is not a broken checkpoint: wait until it has ended one way or the other.
-            if (left_s := settled_s - _quiet_s(manifest.model(name).checkpoint)) > 0:
+            if (left_s := settled_s - min(map(_quiet_s, manifest.model(name).checkpoints))) > 0:
                 tell(f"waiting for the copy to end: {error.message}")
                 time.sleep(min(left_s, POLL_S))
                 continue
@@ -84,8 +96,9 @@ def verify(manifest: Manifest, name: str, *, seen: Seen, tell: Tell, settled_s: 
             raise
         if seen.look(manifest, name) == now:
             seen.save(now)
-            event("checkpoint verified", priority=NOTICE, model=name, root_digest=identity.root_digest)
-            return identity.root_digest
+            root_digest = identities[TARGET].root_digest
+            event("checkpoint verified", priority=NOTICE, model=name, root_digest=root_digest)
+            return root_digest
 
 
 def roll_out(manifest: Manifest, name: str, *, tell: Tell) -> None:
@@ -94,46 +107,75 @@ def roll_out(manifest: Manifest, name: str, *, tell: Tell) -> None:
     TrustError where the keeper refuses it all the same, HostError where a unit does not start.
     """
     weights, engine = unit_name("weights", name), unit_name("engine", name)
-    wanted = identify(manifest.model(name).checkpoint, trust_of(manifest)).root_digest
+    identities = _identities(manifest, name)
+    wanted, drafted = _digests(identities), DRAFT in identities
     if active_state(weights) == "inactive":
         return
-    if _resident(manifest, name) != wanted:
+    if _resident(manifest, name, drafted=drafted) != wanted:
         _restart(weights, tell)
-        if (resident := _resident(manifest, name)) != wanted:
-            raise TrustError(f"{weights} holds {resident or 'nothing'}, not the new checkpoint {wanted}")
+        if (resident := _resident(manifest, name, drafted=drafted)) != wanted:
+            raise TrustError(
+                f"{weights} holds {' '.join(resident).strip() or 'nothing'}, "
+                f"not the new checkpoint {' '.join(wanted).strip()}"
+            )
         if active_state(engine) != "inactive":
             _restart(engine, tell)
     elif active_state(engine) == "failed":
         _restart(engine, tell)
 
 
-def _is_loading(client: KeeperClient, manifest: Manifest, name: str) -> bool:
+def _identities(manifest: Manifest, name: str) -> dict[str, Identity]:
+    """Return what the checkpoints on disk are, by the role of the weights that lie in them."""
+    model, trust = manifest.model(name), trust_of(manifest)
+    draft = draft_identity(model, trust)
+    return {TARGET: identify(model.checkpoint, trust)} | ({} if draft is None else {DRAFT: draft})
+
+
+def _digests(identities: Mapping[str, Identity]) -> Digests:
+    return identities[TARGET].root_digest, identities[DRAFT].root_digest if DRAFT in identities else ""
+
+
+def _is_loading(client: KeeperClient, identities: Mapping[str, Identity]) -> bool:
     """Tell whether the keeper is reading these files: it begins with the checkpoint that is there when it starts."""
-    wanted = identify(manifest.model(name).checkpoint, trust_of(manifest)).root_digest
-    status = client.status()
+    wanted, status = identities[TARGET].root_digest, client.status()
     return status.get("root_digest") != wanted == status.get("target_root_digest") and not status.get("refused")
 
 
-def _is_the_keepers(client: KeeperClient, manifest: Manifest, name: str) -> bool:
+def _is_the_keepers(client: KeeperClient, identities: Mapping[str, Identity]) -> bool:
     """Tell whether these files are those that the keeper has read."""
-    identity = identify(manifest.model(name).checkpoint, trust_of(manifest))
-    if client.status().get("root_digest") != identity.root_digest:
+    if _held(client, drafted=DRAFT in identities) != _digests(identities):
         return False
-    described = client.describe(role="target", rank=0, wait_s=0)
+    for role, identity in identities.items():
+        recorded = {path: FileStat.from_json(facts) for path, facts in _record(client, role).files.items()}
+        if check_stats(identity, recorded):
+            return False
+    return True
+
+
+def _held(client: KeeperClient, *, drafted: bool) -> Digests:
+    """Return what the keeper's weights were read from, empty where it has none."""
+    root_digest = str(client.status().get("root_digest", ""))
+    if not root_digest or not drafted:
+        return root_digest, ""
+    return root_digest, _record(client, TARGET).target.to_json().get(DRAFT_ROOT_DIGEST, "")
+
+
+def _record(client: KeeperClient, role: str) -> ShardRecord:
+    """Return the record of one of a role's shards: of a pipeline's stages only the last one speculates."""
+    ranks = (shard["rank"] for shard in client.status().get("shards", ()) if shard["role"] == role)
+    described = client.describe(role=role, rank=next(ranks, 0), wait_s=0)
     described.configs.close()
-    recorded = {path: FileStat.from_json(facts) for path, facts in described.record.files.items()}
-    return not check_stats(identity, recorded)
+    return described.record
 
 
-def _resident(manifest: Manifest, name: str) -> str:
+def _resident(manifest: Manifest, name: str, *, drafted: bool) -> Digests:
     try:
         with KeeperClient.connect(manifest.socket_path(name)) as client:
-            status = client.status()
-            if status.get("refused"):
+            if client.status().get("refused"):
                 client.checkpoint_seen("")
-            return str(status.get("root_digest", ""))
+            return _held(client, drafted=drafted)
     except ApplianceError:
-        return ""
+        return NOTHING
 
 
 def _restart(unit: str, tell: Tell) -> None:

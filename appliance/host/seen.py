@@ -18,9 +18,9 @@ class Seen:
     path: Path
 
     def look(self, manifest: Manifest, name: str) -> str:
-        """Return a digest of the stat of every file of a checkpoint and of every trusted key. Opens none of them."""
+        """Return a digest of the stat of every file of a model's checkpoints and of every key. Opens none of them."""
         digest = hashlib.sha256()
-        for root in (manifest.model(name).checkpoint, *manifest.trust.keys):
+        for root in (*manifest.model(name).checkpoints, *manifest.trust.keys):
             for line in _stats(root):
                 digest.update(line.encode(errors="surrogateescape"))
         return digest.hexdigest()

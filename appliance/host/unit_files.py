@@ -145,7 +145,8 @@ def _access(manifest: Manifest) -> Iterator[Setting]:
 
 
 def _watch(model: Model) -> Iterator[Setting]:
-    yield "Path", "PathChanged", str(model.checkpoint).replace("%", "%%")
+    for checkpoint in model.checkpoints:
+        yield "Path", "PathChanged", str(checkpoint).replace("%", "%%")
 
 
 def _devices(model: Model, gpus: dict[str, Gpu]) -> Iterator[Setting]:

@@ -149,6 +149,12 @@ class Model(Settings):
     engine: Engine = Field(description="the inference server", examples=[{"port": 8001}])
     health: Health = Field(default=Health(), description="the keeper's health and metrics endpoint")
 
+    @property
+    def checkpoints(self) -> tuple[Path, ...]:
+        """Return its folders of weights: its own and, where the draft has one, that."""
+        draft = None if self.draft is None else self.draft.checkpoint
+        return (self.checkpoint,) if draft is None else (self.checkpoint, draft)
+
 
 class Trust(Settings):
     """Which checkpoints may be served."""

@@ -11,6 +11,7 @@ from appliance.checkpoint.keys import generate_key, load_private_key
 from appliance.checkpoint.signature import sign
 from appliance.checkpoint.verification import verify_all
 from appliance.errors import ApplianceError, TrustError
+from appliance.fingerprint import DRAFT_ROOT_DIGEST, Fingerprint
 from appliance.host import renewal
 from appliance.host.renewal import changed, roll_out, verify
 from appliance.host.seen import Seen
@@ -18,7 +19,7 @@ from appliance.manifest.schema import Manifest
 from appliance.record import FileFacts
 from appliance.target import trust_of
 from tests.checkpoint.checkpoints import CONFIG, SHARDS, safetensors_bytes
-from tests.systemd.keeper import keeper
+from tests.systemd.keeper import StandIn, keeper
 from tests.systemd.manifests import manifest_of
 
 SETTLED_S = 0.5
@@ -33,15 +34,22 @@ esac
 
 
 class Site:
-    """A signed checkpoint, and a manifest that names it."""
+    """A signed checkpoint, and a manifest that names it; with a draft, a second one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, drafted: bool = False) -> None:
         self._key = folder / "signer.key"
         generate_key(self._key)
         self.checkpoint = folder / "checkpoint"
         self.checkpoint.mkdir()
         self.write(0)
-        models = {"m": {"checkpoint": str(self.checkpoint), "engine": {"port": 8001}}}
+        model: dict[str, object] = {"checkpoint": str(self.checkpoint), "engine": {"port": 8001}}
+        self.draft = folder / "draft"
+        if drafted:
+            self.draft.mkdir()
+            self.write(0, self.draft)
+            model["draft"] = {"checkpoint": str(self.draft), "tokens": 2}
+            model["engine"] = {"port": 8001, "kind": "vllm"}
+        models = {"m": model}
         directories = {"runtime": str(folder / "r"), "state": str(folder / "state")}
         self.manifest: Manifest = manifest_of(
             folder, models, trust={"keys": [str(folder / "signer.pub")]}, directories=directories, group=None
@@ -49,26 +57,27 @@ class Site:
         self.socket = self.manifest.socket_path("m")
         self.seen = Seen(folder / "seen")
 
-    def write(self, version: int) -> str:
+    def write(self, version: int, folder: Path | None = None) -> str:
         """Replace the checkpoint by another version, signed, and return its root digest."""
+        folder = folder or self.checkpoint
         for name, tensors in SHARDS.items():
-            (self.checkpoint / name).write_bytes(safetensors_bytes(tensors, metadata={"version": str(version)}))
-        (self.checkpoint / "config.json").write_bytes(CONFIG)
-        return self.sign()
+            (folder / name).write_bytes(safetensors_bytes(tensors, metadata={"version": str(version)}))
+        (folder / "config.json").write_bytes(CONFIG)
+        return self.sign(folder)
 
-    def sign(self) -> str:
-        return sign(self.checkpoint, load_private_key(self._key)).root_digest
+    def sign(self, folder: Path | None = None) -> str:
+        return sign(folder or self.checkpoint, load_private_key(self._key)).root_digest
 
-    def damage(self) -> Path:
-        file = self.checkpoint / min(SHARDS)
+    def damage(self, folder: Path | None = None) -> Path:
+        file = (folder or self.checkpoint) / min(SHARDS)
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
         return file
 
-    def stats(self) -> dict[str, FileFacts]:
+    def stats(self, folder: Path | None = None) -> dict[str, FileFacts]:
         """Return what a keeper remembers of the files as they are now."""
-        identity = identify(self.checkpoint, trust_of(self.manifest))
+        identity = identify(folder or self.checkpoint, trust_of(self.manifest))
         found = stat_files(identity.root, identity.manifest.digests)
         return {path: stat.to_json() for path, stat in found.items() if stat is not None}
 
@@ -273,6 +282,63 @@ def test_units_that_gave_up_are_started_on_a_good_checkpoint(site: Site, states:
     assert (states / "calls").read_text().splitlines() == [
         f"{verb} {unit}@m.service" for unit in ("weights", "engine") for verb in ("reset-failed", "restart")
     ]
+
+
+class TestDraft:
+    """A draft with a folder of its own is watched and renewed as the model is."""
+
+    @pytest.fixture
+    def site(self, tmp_path: Path) -> Site:
+        return Site(tmp_path, drafted=True)
+
+    @pytest.fixture
+    def told(self, site: Site) -> Iterator[StandIn]:
+        with keeper(site.socket, {"root_digest": site.sign()}) as told:
+            told.target = Fingerprint.of({DRAFT_ROOT_DIGEST: site.sign(site.draft)})
+            told.files = {"target": site.stats(), "draft": site.stats(site.draft)}
+            yield told
+
+    def test_the_one_that_the_keeper_has_is_not_new_and_another_is(
+        self, site: Site, told: StandIn, states: Path
+    ) -> None:
+        assert not site.changed()
+        site.write(1, site.draft)
+        assert site.changed()
+
+    def test_another_signature_over_the_same_files_is_not_new_weights(
+        self, site: Site, told: StandIn, states: Path
+    ) -> None:
+        site.sign(site.draft)
+        assert not site.changed()
+
+    def test_a_damaged_one_is_named_to_the_keeper(self, site: Site, told: StandIn) -> None:
+        file = site.damage(site.draft)
+        assert site.changed()
+        with pytest.raises(TrustError, match=file.name):
+            site.verify()
+        assert len(told.seen) == 1 and file.name in told.seen[0]
+
+    def test_a_copy_of_it_is_waited_for(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        site.damage(site.draft)
+        waited: list[str] = []
+        quiet = {site.checkpoint: iter([9.0, 9.0]), site.draft: iter([0.0, 9.0])}
+        monkeypatch.setattr(renewal, "_quiet_s", lambda folder: next(quiet[folder]))
+        with pytest.raises(TrustError):
+            verify(site.manifest, "m", seen=site.seen, tell=waited.append, settled_s=SETTLED_S)
+        assert [text for text in waited if text.startswith("waiting for the copy")] != []
+
+    def test_a_new_one_restarts_the_keeper_and_then_the_engine(self, site: Site, told: StandIn, states: Path) -> None:
+        digest = site.write(1, site.draft)
+
+        def restarted(text: str) -> None:
+            told.target = Fingerprint.of({DRAFT_ROOT_DIGEST: digest})
+
+        roll_out(site.manifest, "m", tell=restarted)
+        assert (states / "calls").read_text().splitlines() == ["restart weights@m.service", "restart engine@m.service"]
+
+    def test_the_one_that_the_keeper_has_restarts_nothing(self, site: Site, told: StandIn, states: Path) -> None:
+        roll_out(site.manifest, "m", tell=lambda text: None)
+        assert not (states / "calls").exists()
 
 
 def test_the_unit_is_told_by_exit_status(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

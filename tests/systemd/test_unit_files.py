@@ -46,6 +46,12 @@ def test_no_checkpoint_is_watched_where_none_is_signed(tmp_path: Path) -> None:
     assert [path for path in files if "checkpoint@" in str(path)] == []
 
 
+def test_a_drafts_own_checkpoint_is_watched_too(tmp_path: Path) -> None:
+    models = {"m": model(engine={"kind": "vllm"}, draft={"checkpoint": "/srv/100%", "tokens": 2})}
+    settings = settings_of(files_of(tmp_path, models)[ETC / "checkpoint@m.path.d/10-appliance.conf"])
+    assert [value for name, value in settings if name == "PathChanged"] == ["/srv/models/8001", "/srv/100%%"]
+
+
 def test_the_copy_that_units_read_says_what_the_manifest_says(tmp_path: Path) -> None:
     models = {
         "m": model(engine={"cpus": "0-3,8", "threads": 2, "environment": {"A": "50 %h\t$X 'q' \"r\""}}, wait="90s"),
