@@ -32,14 +32,14 @@ class UnitDescription:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A signed checkpoint that may be replaced while it is served.
+    """A model's signed checkpoint, and the draft's, which may be replaced while they are served.
 
-    `verify` is a program that exits with status 0 and prints a JSON object, without a `refusal` in it, if all of it is
-    as signed. `restart` are the units that then start anew, one after another.
+    `directories` are their folders; `verify` is a program that exits with status 0 and prints a JSON object, without a
+    `refusal` in it, if all of it is as signed. `restart` are the units that then start anew, one after another.
     """
 
     model: str
-    directory: Path
+    directories: tuple[Path, ...]
     verify: tuple[str, ...]
     restart: tuple[str, ...]
 

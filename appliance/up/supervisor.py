@@ -51,7 +51,7 @@ class Supervisor:
         self._on_event = on_event
         self._units: dict[str, Unit] = {}
         self._renewals: dict[str, Renewal] = {}
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, list[Watch]] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._lock: Descriptor | None = None
         self._pulse = asyncio.Event()
@@ -199,13 +199,18 @@ class Supervisor:
 
         async def changed() -> bool:
             async with self._one_verification:  # two at once would read two checkpoints in turns from one disk
-                return await renewal.renew()
+                verified = await renewal.renew()
+            # All folders were verified, whichever had changed; and what was wrong may be in another.
+            for watch in watches:
+                watch.trust() if verified else watch.distrust()
+            return verified
 
         self._renewals[model] = renewal
-        self._watches[model] = watch = Watch(checkpoint.directory, changed)
-        task = asyncio.create_task(watch.run(), name=f"watch@{model}")
-        task.add_done_callback(lambda task: None if task.cancelled() else self._fail(task.exception()))
-        self._watching.append(task)
+        self._watches[model] = watches = [Watch(directory, changed) for directory in checkpoint.directories]
+        for watch in watches:
+            task = asyncio.create_task(watch.run(), name=f"watch@{model}")
+            task.add_done_callback(lambda task: None if task.cancelled() else self._fail(task.exception()))
+            self._watching.append(task)
 
     async def _restart_renewed(self, name: str) -> None:
         unit = self._named(name)
@@ -294,7 +299,8 @@ class Supervisor:
             model = event.unit.partition("@")[2]
             if event.state is State.FAILED and model in self._watches:
                 # It may be cured by a file that somebody puts right, under the same signature.
-                self._watches[model].distrust()
+                for watch in self._watches[model]:
+                    watch.distrust()
         if event.kind is not Kind.STORE or event.serious:
             words = (event.unit, event.state, event.text)
             self._printer.line(OWN_NAME, ": ".join(word for word in words if word), serious=event.serious)

@@ -41,7 +41,7 @@ def checkpoints(manifest: Manifest, path: Path) -> tuple[Checkpoint, ...]:
     return tuple(
         Checkpoint(
             model=name,
-            directory=model.checkpoint,
+            directories=model.checkpoints,
             verify=(*_program("appliance.target", path, name), "--verify"),
             restart=(f"weights@{name}", f"engine@{name}"),
         )

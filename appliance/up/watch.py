@@ -42,20 +42,24 @@ class Watch:
         self._interval_s = INTERVAL_S if interval_s is None else interval_s
         self._settle_s = SETTLE_S if settle_s is None else settle_s
         self._distrusted = False
+        self._refused: dict[str, _Look] | None = None
 
     def distrust(self) -> None:
         """Report the next change of any file, not only of the signature: what is there now was refused."""
         self._distrusted = True
 
+    def trust(self) -> None:
+        """Report changes of the signature alone again: what is there now is in order."""
+        self._distrusted, self._refused = False, None
+
     async def run(self) -> None:
         """Watch until cancelled. A file system that hangs holds up this watch and nothing else."""
         signature = await _aside(self._look_at_signature)
-        refused = None
         while True:
             await asyncio.sleep(self._interval_s)
-            if self._distrusted and refused is None:
-                refused = await _aside(self._look_at_all)
-            if not await self._differs(signature, refused):
+            if self._distrusted and self._refused is None:
+                self._refused = await _aside(self._look_at_all)
+            if not await self._differs(signature):
                 continue
             files = await self._rest()
             found = files.get(SIGNATURE_NAME)
@@ -63,11 +67,12 @@ class Watch:
                 continue
             self._distrusted = False
             signature = found
-            refused = None if await self._changed() else files
+            self._refused = None if await self._changed() else files
 
-    async def _differs(self, signature: _Look | None, refused: dict[str, _Look] | None) -> bool:
+    async def _differs(self, signature: _Look | None) -> bool:
         if await _aside(self._look_at_signature) not in (None, signature):
             return True
+        refused = self._refused
         return refused is not None and refused != await _aside(self._look_at_all)
 
     async def _rest(self) -> dict[str, _Look]:

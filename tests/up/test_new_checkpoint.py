@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ def checkpoint(play: Play, *steps: str) -> Checkpoint:
     directory = play.folder / "checkpoint"
     directory.mkdir()
     (directory / "model.sig").write_text("first")
-    return Checkpoint("chat", directory, puppet(*steps), ("weights@chat", "engine@chat"))
+    return Checkpoint("chat", (directory,), puppet(*steps), ("weights@chat", "engine@chat"))
 
 
 async def replace_signature(play: Play, text: str) -> None:
@@ -62,6 +63,48 @@ def test_a_new_checkpoint_that_is_not_in_order_changes_nothing_and_is_told(play:
     play.checkpoints = (checkpoint(play, "complain a.safetensors: differs", "exit 77"),)
     play.run(scenario)
     assert any("a.safetensors: differs" in text and serious for _, text, serious in play.screen.lines)
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_drafts_new_checkpoint_restarts_them_too(play: Play) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        await supervisor.wait_ready("engine@chat")
+        play.events.clear()
+        (draft / "new").write_text("second")
+        (draft / "new").replace(draft / "model.sig")
+        await until(lambda: supervisor.renewals("chat") == (1, 0))
+        active = [event.unit for event in play.events if event.state is State.ACTIVE]
+        assert active[0] == "weights@chat"
+
+    model = checkpoint(play, "say %7B%7D")
+    draft = play.folder / "draft"
+    draft.mkdir()
+    (draft / "model.sig").write_text("first")
+    play.checkpoints = (replace(model, directories=(*model.directories, draft)),)
+    play.run(scenario)
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_refusal_ends_when_a_file_of_the_draft_is_put_right(play: Play) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        await supervisor.wait_ready("engine@chat")
+        await replace_signature(play, "second")
+        await until(lambda: supervisor.renewals("chat") == (0, 1))
+        await asyncio.sleep(0.2)  # the draft's watch has seen what is there
+        (play.folder / "right").touch()
+        (draft / "a.safetensors").write_text("as it was signed")
+        await until(lambda: supervisor.renewals("chat") == (1, 1))
+        (draft / "a.safetensors").write_text("something else")
+        await asyncio.sleep(0.2)  # nobody asks for it, under the same signature
+        assert supervisor.renewals("chat") == (1, 1)
+
+    model = checkpoint(play, f"unless {play.folder}/right exit 77", "say %7B%7D")
+    draft = play.folder / "draft"
+    draft.mkdir()
+    (draft / "model.sig").write_text("first")
+    (draft / "a.safetensors").write_text("damaged")
+    play.checkpoints = (replace(model, directories=(*model.directories, draft)),)
+    play.run(scenario)
 
 
 @pytest.mark.usefixtures("quick_watch")

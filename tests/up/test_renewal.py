@@ -19,7 +19,7 @@ class Scene:
         self.trouble: dict[str, Exception] = {}
         self.bugs: list[BaseException | None] = []
         self.hold = ""
-        checkpoint = Checkpoint("chat", folder, puppet(*steps), ("weights@chat", "engine@chat"))
+        checkpoint = Checkpoint("chat", (folder,), puppet(*steps), ("weights@chat", "engine@chat"))
         self.renewal = Renewal(
             checkpoint,
             directory=folder,

@@ -67,8 +67,18 @@ def test_a_container_is_refused_with_a_way_out() -> None:
 
 def test_signed_checkpoints_are_watched_and_restart_keeper_then_engine() -> None:
     chat, _ = checkpoints(manifest(), PATH)
-    assert (chat.model, chat.directory, chat.restart) == ("chat", Path("/srv/chat"), ("weights@chat", "engine@chat"))
+    assert (chat.model, chat.directories, chat.restart) == (
+        "chat",
+        (Path("/srv/chat"),),
+        ("weights@chat", "engine@chat"),
+    )
     assert chat.verify[-1] == "--verify" and str(PATH) in chat.verify
+
+
+def test_a_drafts_own_checkpoint_is_watched_with_the_models() -> None:
+    chat = {"checkpoint": "/srv/chat", "draft": {"checkpoint": "/srv/draft"}, "engine": {"port": 8001}}
+    [found] = checkpoints(manifest(models={"chat": chat}), PATH)
+    assert found.directories == (Path("/srv/chat"), Path("/srv/draft"))
 
 
 def test_checkpoints_without_signatures_are_not_watched() -> None:
