@@ -94,7 +94,7 @@ def test_a_refusal_ends_when_a_file_of_the_draft_is_put_right(play: Play) -> Non
         (play.folder / "right").touch()
         (draft / "a.safetensors").write_text("as it was signed")
         await until(lambda: supervisor.renewals("chat") == (1, 1))
-        (draft / "a.safetensors").write_text("something else")
+        (play.folder / "checkpoint" / "README.md").write_text("something else")
         await asyncio.sleep(0.2)  # nobody asks for it, under the same signature
         assert supervisor.renewals("chat") == (1, 1)
 
