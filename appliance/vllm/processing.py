@@ -12,6 +12,9 @@ from appliance.tensors.inventory import TensorError
 
 Process = Callable[[torch.nn.Module], None]
 
+# What latent attention makes of its projection, also where that is processed already.
+_DERIVED = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
+
 
 def process_loaded(module: torch.nn.Module, process: Process) -> None:
     """Post-process weights that are as the checkpoint has them."""
@@ -29,7 +32,8 @@ def process_again(module: torch.nn.Module, process: Process) -> None:
         if not rebuilds or not _can_be_rebuilt(module):
             return
         try:
-            process(module)
+            with _derived_set_aside(module):
+                process(module)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
@@ -65,3 +69,21 @@ def _can_be_rebuilt(module: torch.nn.Module) -> bool:
     methods = (getattr(part, "quant_method", None) for part in module.modules())
     # What has no such flag is no quantization method of vLLM's, and is left out by it.
     return all(getattr(method, "supports_pre_processed_weights", True) for method in methods)
+
+
+@contextlib.contextmanager
+def _derived_set_aside(module: torch.nn.Module) -> Iterator[None]:
+    """Have attention make anew what it would write to where the last one lies, which is mapped; that stays in use."""
+    aside = [
+        (part, name, parameter)
+        for part in module.modules()
+        if hasattr(part, "process_weights_after_loading")
+        for name, parameter in part.named_parameters(recurse=False)
+        if name in _DERIVED
+    ]
+    for part, name, parameter in aside:
+        # Of another shape, so that nothing is copied to it.
+        setattr(part, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))
+    yield
+    for part, name, parameter in aside:
+        setattr(part, name, parameter)

@@ -85,5 +85,35 @@ def test_a_device_that_fails_is_not_taken_for_such_a_method(mode: Mode, kind: An
         process_again(module_of(method(supports=True)), process)
 
 
+class LatentAttention(nn.Module):
+    """Makes one parameter of another, and as vLLM does, in place where it has made it before."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.own = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.ready = False
+
+    def process_weights_after_loading(self) -> None:
+        made, last = self.weight * 2, getattr(self, "W_UV", None)
+        if last is not None and last.shape == made.shape:
+            last.copy_(made)
+        else:
+            self.W_UV = nn.Parameter(made, requires_grad=False)
+        self.ready = True
+
+
+def test_what_attention_derives_is_not_written_to_where_it_lies(mode: Mode) -> None:
+    attention = LatentAttention(torch.ones(2))
+    attention.process_weights_after_loading()
+    mapped, own = attention.W_UV, attention.own
+    version = mapped._version
+    attention.ready = False
+    process_again(attention, lambda module: attention.process_weights_after_loading())
+    assert mapped._version == version, "written to"
+    assert (attention.ready, attention.W_UV is mapped, attention.own is own) == (True, True, True)
+    assert [name for name, _ in attention.named_parameters()] == ["weight", "own", "W_UV"]
+
+
 def never(module: nn.Module) -> None:
     raise AssertionError("processed")
