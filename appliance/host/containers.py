@@ -133,7 +133,8 @@ def container_settings(
 
 def _folders(model: Model, name: str, manifest: Manifest) -> Iterator[tuple[PurePosixPath | Path, str]]:
     """Yield each folder that a container gets beside those of the template, and how."""
-    yield model.checkpoint, ":ro"
+    for checkpoint in model.checkpoints:
+        yield checkpoint, ":ro"
     if manifest.trust.policy == "signed":
         for path in manifest.trust.keys:
             yield path, ":ro"
@@ -142,3 +143,5 @@ def _folders(model: Model, name: str, manifest: Manifest) -> Iterator[tuple[Pure
         yield directories.runtime / name, ":ro"
     if directories.state != default.state:
         yield directories.state, ""
+    if directories.cache != default.cache:
+        yield directories.cache, ""

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from appliance.errors import HostError
 from appliance.fingerprint import ROOT_DIGEST
 from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
 from appliance.slabs.devices import CPU
@@ -64,10 +65,17 @@ def cache_folder(target: Target) -> Path:
 
 
 def make_cache_folder(target: Target) -> Path:
-    """Make that folder, and remove those of weights served longest ago."""
+    """Make that folder, and remove those of weights served longest ago. HostError where it cannot be made."""
     folder = cache_folder(target)
-    folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-    folder.touch()
+    try:
+        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        folder.touch()
+    except OSError as error:
+        cache = target.manifest.directories.cache
+        raise HostError(
+            f"cannot make the cache folder {folder}: {error.strerror}",
+            hint=f"directories.cache, {cache}, has to be there, and writable for the user that the engine runs as",
+        ) from error
     others: Mapping[Path, float] = {path: path.stat().st_mtime for path in folder.parent.iterdir() if path != folder}
     for path in sorted(others, key=lambda path: others[path], reverse=True)[KEPT_CACHES - 1 :]:
         shutil.rmtree(path, ignore_errors=True)

@@ -57,6 +57,13 @@ def test_a_container_sees_the_checkpoint_and_the_keys_and_writes_to_neither(tmp_
     ]
 
 
+def test_a_container_sees_the_drafts_checkpoint_and_writes_to_a_cache_of_the_manifests_own(tmp_path: Path) -> None:
+    models = {"m": contained(draft={"checkpoint": "/srv/draft", "tokens": 2}, engine={"kind": "vllm"})}
+    settings = settings_of(files_of(tmp_path, models, directories={"cache": "/data/cache"}, group=None)[DROP_IN])
+    volumes = [value for name, value in settings if name == "Volume"]
+    assert "/srv/draft:/srv/draft:ro" in volumes and "/data/cache:/data/cache" in volumes
+
+
 def test_a_container_gets_the_gpus_and_cpus_of_its_model(tmp_path: Path) -> None:
     models = {"m": contained(gpus=[0], engine={"cpus": "0-2,5"})}
     settings = settings_of(files_of(tmp_path, models)[DROP_IN])

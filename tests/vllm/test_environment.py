@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.errors import HostError
 from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
 from appliance.vllm.environment import KEPT_CACHES, cache_folder, environment, make_cache_folder
 from tests.engine.checkpoints import make_checkpoint
@@ -87,3 +88,12 @@ def test_caches_used_longest_ago_are_removed(site: Site) -> None:
 def test_what_a_cache_holds_is_still_there_at_the_next_start(site: Site) -> None:
     (make_cache_folder(site.target()) / "kernel").write_text("compiled")
     assert (make_cache_folder(site.target()) / "kernel").read_text() == "compiled"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_the_hosts_failure(site: Site) -> None:
+    cache = site.target().manifest.directories.cache
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / MODEL).write_text("in the way")
+    with pytest.raises(HostError, match="cannot make the cache folder") as caught:
+        make_cache_folder(site.target())
+    assert caught.value.hint is not None and str(cache) in caught.value.hint
