@@ -46,7 +46,8 @@ def restart(manifest: Manifest, name: str, *, tell: Callable[[str], None]) -> Ti
     elif found != expected:
         raise TrustError(
             f"{name}: the canary's tokens are {list(found)}, and {list(expected)} were recorded at the first load",
-            hint=f"appliance scrub {name}; then restart {unit_name('weights', name)} to load from disk",
+            hint=f"`appliance scrub {name}` says whether they changed; to load anew, stop {unit_name('engine', name)}, "
+            f"`appliance evict {name}`, then restart {unit_name('weights', name)}",
         )
     else:
         timeline.canary = f"{len(found)} tokens as recorded"

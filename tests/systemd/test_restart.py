@@ -77,8 +77,11 @@ def test_a_restart_that_is_a_hit_and_says_the_same_is_proven(act: Restart, comma
 
 def test_other_tokens_than_recorded_are_not_to_be_trusted(act: Restart, tmp_path: Path) -> None:
     CanaryRecord.of(tmp_path, FINGERPRINT).save([1, 2, 4])
-    with pytest.raises(TrustError, match=r"\[1, 2, 3\], and \[1, 2, 4\] were recorded"):
+    with pytest.raises(TrustError, match=r"\[1, 2, 3\], and \[1, 2, 4\] were recorded") as caught:
         act()
+    # Without an eviction the keeper would go on with the very same bytes.
+    hint = caught.value.hint or ""
+    assert hint.index("stop engine@m") < hint.index("appliance evict m") < hint.index("restart weights@m")
 
 
 def test_weights_that_were_not_the_keepers_are_off(act: Restart, engine: tuple[int, dict[str, Any]]) -> None:
