@@ -34,6 +34,7 @@ from appliance.vllm.command_line import parse
 from appliance.vllm.comparison import EXTENSION, Compared
 from appliance.vllm.environment import environment
 from appliance.vllm.loading import engine_config
+from appliance.vllm.parity_memory import memory_arguments
 from appliance.vllm.parity_result import Parity, merged
 from appliance.vllm.replicas import take_part
 
@@ -75,11 +76,12 @@ def parity(target: Target, *, control: bool = False, replica: Replica | None = N
         arguments = serve_arguments(target.name, target.model, configs=configs, draft_configs=draft_configs)
         if replica is not None:
             arguments += take_part(engine_config(arguments), replica.index, port=replica.port)
-        disk = [*arguments, "--load-format", "safetensors"]
+        loading, attaching = memory_arguments(target, arguments)
+        disk = [*arguments, "--load-format", "safetensors", *loading]
         expected = served(disk, answers)
         repeatable = served(disk, answers) == expected if control else None
         found, by_rank = served(
-            [*arguments, *EXTENSION],
+            [*arguments, *EXTENSION, *attaching],
             lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
         )
     compared: list[Compared] = [shard for shards in by_rank for shard in shards]

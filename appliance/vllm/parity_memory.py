@@ -1,0 +1,68 @@
+"""How a GPU's memory is divided while weights are compared: they lie there twice, and vLLM's cache beside them.
+
+vLLM's cache takes half of what two copies leave, by a size that says so: `--gpu-memory-utilization` is of all memory,
+and releases of vLLM differ in whether the keeper's weights are a part of it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from appliance.client import KeeperClient
+from appliance.errors import ResourceError
+from appliance.gpus import GpuState, gpu_states
+from appliance.quantities import format_size
+from appliance.slabs.devices import CPU
+from appliance.target import Target
+
+CACHE = "--kv-cache-memory-bytes"
+UTILIZATION = "--gpu-memory-utilization"
+# Of all memory, what vLLM is to see free beside the weights: with a cache of a given size it asks no more.
+FREE = 0.02
+
+
+def memory_arguments(target: Target, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what ends the arguments of an engine that loads by itself, and of one that attaches: after them it wins.
+
+    Nothing on a CPU, nor where they give the cache a size. ResourceError where a GPU has no room for two copies.
+    """
+    if any(_option(argument) == CACHE for argument in arguments):
+        return [], []
+    with KeeperClient.connect(target.socket_path, timeout_s=target.model.wait_s) as client:
+        held = held_bytes(client.status()["shards"])
+    return divided(held, totals_bytes(gpu_states())) if held else ([], [])
+
+
+def held_bytes(shards: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Return how much of each GPU's memory these shards take."""
+    held: Counter[str] = Counter()
+    for shard in shards:
+        if shard["device"] != CPU:
+            held[shard["device"]] += shard["size_bytes"]
+    return held
+
+
+def totals_bytes(states: Iterable[GpuState]) -> dict[str, int]:
+    """Return the memory of each GPU, and of each part of one that is divided."""
+    totals = {}
+    for state in states:
+        totals[state.uuid] = state.total_bytes
+        totals |= {part.uuid: part.total_bytes for part in state.parts}
+    return totals
+
+
+def divided(held: Mapping[str, int], totals: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return both engines' arguments where each of these GPUs holds so many bytes of so many."""
+    left_bytes, device = min((totals[device] - 2 * size_bytes, device) for device, size_bytes in held.items())
+    if left_bytes <= 0:
+        raise ResourceError(
+            f"{device}: no room to load {format_size(held[device])} of weights once more beside the keeper's",
+            hint="divide the model over more GPUs with `parallel`, or compare it where there is more memory",
+        )
+    share = max(size_bytes / totals[device] for device, size_bytes in held.items())
+    cache = [CACHE, str(left_bytes // 2)]
+    return [*cache, UTILIZATION, f"{FREE}"], [*cache, UTILIZATION, f"{share + FREE:.4f}"]
+
+
+def _option(argument: str) -> str:
+    return argument.partition("=")[0].replace("_", "-")
