@@ -64,7 +64,9 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
                 model_path=model_config.model,
                 role=role_of(vllm_config, model_config),
             )
-            source = source_of(vllm_config, model_config, prefix=prefix, target=assigned.target)
+            source = source_of(
+                vllm_config, model_config, prefix=prefix, target=assigned.target, computes=not assigned.loads
+            )
             outcome = Outcome(role=source.role, rank=source.rank)
             name = assigned.name
             if source.role != TARGET or source.rank:
@@ -101,11 +103,13 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
         return sum(slot["size_bytes"] for slot in slots if slot["device"] == device)
 
 
-def source_of(vllm_config: Any, model_config: Any, *, prefix: str, target: Target | None) -> VllmSource:
+def source_of(
+    vllm_config: Any, model_config: Any, *, prefix: str, target: Target | None, computes: bool = True
+) -> VllmSource:
     """Return the source of this worker's model, or of the draft to the one that it has loaded before."""
     of_targets = (served.source.rank for served in reversed(SERVED) if served.source.role == TARGET)
     rank = next(of_targets, None) if role_of(vllm_config, model_config) == DRAFT else None
-    return VllmSource(vllm_config, model_config, prefix=prefix, target=target, target_rank=rank)
+    return VllmSource(vllm_config, model_config, prefix=prefix, target=target, target_rank=rank, computes=computes)
 
 
 def _end_the_engine() -> None:

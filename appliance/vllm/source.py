@@ -44,6 +44,7 @@ class VllmSource:
     """The weights that one worker of vLLM asks its model loader for. `target` is None for one that only attaches.
 
     A draft has the rank of the model that it drafts for, `target_rank`: its configuration may know of no replicas.
+    `computes` is false for a loader, whose modules are never asked anything.
     """
 
     # A configuration lists the layers of every model of the process, and through them its KV cache.
@@ -59,11 +60,14 @@ class VllmSource:
         prefix: str,
         target: Target | None,
         target_rank: int | None = None,
+        computes: bool = True,
     ) -> None:
         self._config = vllm_config
         self._model_config = model_config
         self._prefix = prefix
         self._target = target
+        # vLLM 0.26 and 0.27 look at what post-processing leaves of experts right after loading them.
+        self._needs_all = computes or model_config.is_moe
         self._layers: MutableMapping[torch.nn.Module, _Layers] = weakref.WeakKeyDictionary()
         self.role = role_of(vllm_config, model_config)
         self.rank = _rank(vllm_config.parallel_config) if target_rank is None else target_rank
@@ -114,8 +118,10 @@ class VllmSource:
         return Loaded(module.eval(), configs, stats, phases, flags)
 
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
-        finish = process_loaded if stage == "loaded" else process_again
-        finish(module, self._process)
+        if stage == "processed":
+            process_again(module, self._process)
+        elif self._needs_all:
+            process_loaded(module, self._process)
         return module.eval()
 
     def claim(self, module: torch.nn.Module) -> None:

@@ -64,12 +64,37 @@ def rank_of_a_small_draft(folder: Path) -> dict[str, Any]:
     return {target.role: target.rank, source.role: source.rank}
 
 
+class Processing(VllmSource):
+    """A source that counts how often it was to post-process."""
+
+    times = 0
+
+    def _process(self, module: torch.nn.Module) -> None:
+        self.times += 1
+
+
+def processed(folder: Path) -> dict[str, int]:
+    """Return how often weights as loaded are post-processed: by an engine, by a loader, by one of a mixture."""
+    dense = engine_config([str(folder / "target"), *ARGUMENTS])
+    mixture = engine_config([str(folder / "mixture"), *ARGUMENTS])
+    found = {}
+    for name, config, computes in (("engine", dense, True), ("loader", dense, False), ("mixture", mixture, False)):
+        source = Processing(config, config.model_config, prefix="", target=None, computes=computes)
+        source.finish(torch.nn.Linear(1, 1), "loaded")
+        found[name] = source.times
+    return found
+
+
 if __name__ == "__main__":
     # vLLM logs to standard output.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    found = {"unclaimed": unclaimed(folder), "ranks": rank_of_a_small_draft(folder)}
+    found = {
+        "unclaimed": unclaimed(folder),
+        "ranks": rank_of_a_small_draft(folder),
+        "processed": processed(folder),
+    }
     print(json.dumps(found), file=results, flush=True)
     os._exit(0)

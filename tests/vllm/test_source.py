@@ -23,3 +23,8 @@ def test_a_module_that_is_not_served_leaves_nothing_in_memory(said: Any) -> None
 
 def test_a_small_draft_has_the_rank_of_its_replicas_target(said: Any) -> None:
     assert said["ranks"] == {"target": 1, "draft": 1}
+
+
+def test_a_loader_does_not_process_what_it_never_computes_with(said: Any) -> None:
+    # Post-processing may need as much memory as the weights do.
+    assert said["processed"] == {"engine": 1, "loader": 0, "mixture": 1}
