@@ -8,12 +8,29 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from appliance.errors import ConfigError
+from appliance.tensors.homes import Stage
 from appliance.tensors.inventory import TensorError
 
 Process = Callable[[torch.nn.Module], None]
 
 # What latent attention makes of its projection, also where that is processed already.
 _DERIVED = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
+
+
+def quantizes_while_loading(module: torch.nn.Module, stage: Stage) -> bool:
+    """Tell whether vLLM quantizes each layer of a new module as soon as it has read it, and finishes that afterwards.
+
+    ConfigError at stage `loaded`: such weights are not as the checkpoint has them.
+    """
+    methods = (getattr(part, "quant_method", None) for part in module.modules())
+    quantizes = any(getattr(method, "uses_meta_device", False) for method in methods)
+    if quantizes and stage == "loaded":
+        raise ConfigError(
+            "these weights are quantized while they are loaded, and no other process can have what that leaves",
+            hint="quantize the checkpoint, and leave `quantization` out",
+        )
+    return quantizes
 
 
 def process_loaded(module: torch.nn.Module, process: Process) -> None:

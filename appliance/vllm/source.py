@@ -16,6 +16,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.fused_moe import expert_map_manager
 from vllm.model_executor.model_loader import utils as vllm_loading
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from appliance.checkpoint.contents import read_configs
@@ -29,7 +30,7 @@ from appliance.target import DRAFT, TARGET, Target
 from appliance.tensors.flags import flags_of
 from appliance.tensors.homes import Stage
 from appliance.vllm.facts import facts
-from appliance.vllm.processing import process_again, process_loaded
+from appliance.vllm.processing import process_again, process_loaded, quantizes_while_loading
 
 
 @dataclass
@@ -90,7 +91,8 @@ class VllmSource:
     def load(self, stage: Stage, on_progress: Callable[[str], None]) -> Loaded:
         """Return what vLLM's default loader makes of the checkpoint, whose every byte was hashed before.
 
-        TrustError naming the first file that is not as signed or pinned, or that changed until it was loaded.
+        TrustError naming the first file that is not as signed or pinned, or that changed until it was loaded;
+        ConfigError for weights that are quantized while they are loaded, at a stage where they should not be.
         """
         if self._target is None:
             raise ConfigError("without a manifest an engine attaches, and loads nothing")
@@ -101,6 +103,7 @@ class VllmSource:
         verified = time.monotonic()
         on_progress("vLLM reads the weights")
         module = self._built(self._device)
+        finish_later = quantizes_while_loading(module, stage)
         model_config = copy.copy(self._model_config)
         # vLLM was started on the configs alone; the weights are where they always were.
         model_config.model = str(identity.root)
@@ -108,6 +111,8 @@ class VllmSource:
         load_config.load_format, load_config.model_loader_extra_config = "safetensors", {}
         with set_default_torch_dtype(self._model_config.dtype), self._device, _without_leftovers(module):
             DefaultModelLoader(load_config).load_weights(module, model_config)
+            if finish_later:
+                finalize_layerwise_processing(module, model_config)
         if changed := check_stats(identity, stats):
             raise TrustError(f"checkpoint {identity.root}: {changed[0]} changed while it was loaded")
         if stage == "processed":

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from appliance.errors import ConfigError
 from appliance.tensors.inventory import TensorError
-from appliance.vllm.processing import process_again
+from appliance.vllm.processing import process_again, quantizes_while_loading
 
 
 class Mode:
@@ -83,6 +84,15 @@ def test_a_device_that_fails_is_not_taken_for_such_a_method(mode: Mode, kind: An
 
     with pytest.raises(kind):
         process_again(module_of(method(supports=True)), process)
+
+
+def test_weights_that_are_quantized_while_they_are_loaded_are_taken_as_processed_alone() -> None:
+    module = module_of(SimpleNamespace(uses_meta_device=False), SimpleNamespace(uses_meta_device=True))
+    assert quantizes_while_loading(module, "processed")
+    with pytest.raises(ConfigError, match="quantize the checkpoint") as caught:
+        quantizes_while_loading(module, "loaded")
+    assert not isinstance(caught.value, TensorError), "no further stage is to be tried"
+    assert not quantizes_while_loading(module_of(SimpleNamespace(uses_meta_device=False)), "loaded")
 
 
 class LatentAttention(nn.Module):
