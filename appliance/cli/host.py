@@ -13,9 +13,10 @@ from appliance.host import restart as restarts
 from appliance.host.apply import apply as carry_out
 from appliance.host.apply import write_files
 from appliance.host.plan import Change, Plan, make_plan
+from appliance.host.presence import require_present
 from appliance.host.unit_files import wanted_files
 from appliance.host.unit_text import Files
-from appliance.manifest.load import load_manifest
+from appliance.manifest.load import load_manifest, load_manifest_file
 
 DIFFERS = 1
 
@@ -28,7 +29,7 @@ def plan(
     root: RootOption = Path("/"),
 ) -> None:
     """Show what `apply` would change: the diff of each file, what restarts, and why."""
-    found = make_plan(_wanted(manifest), root)
+    found = make_plan(_wanted(manifest, here=root == Path("/")), root)
     _show(found, diffs=True)
     if check and found:
         raise typer.Exit(DIFFERS)
@@ -36,7 +37,7 @@ def plan(
 
 def apply(manifest: ManifestOption = MANIFEST) -> None:
     """Make the host as the manifest says: all files or none, then start, restart and stop exactly what changed."""
-    found = make_plan(_wanted(manifest), Path("/"))
+    found = make_plan(_wanted(manifest, here=True), Path("/"))
     _show(found, diffs=False)
     if found:
         carry_out(found, Path("/"), tell=lambda text: print(text, flush=True))
@@ -47,7 +48,7 @@ def generate(
     manifest: ManifestOption = MANIFEST,
 ) -> None:
     """Write the same files into a folder, for images and review. Starts nothing."""
-    wanted = _wanted(manifest)
+    wanted = _wanted(manifest, here=False)
     write_files([Change(path, None, content) for path, content in wanted.items()], folder)
     for path in sorted(wanted):
         print(folder / path)
@@ -78,8 +79,12 @@ def doctor(manifest: ManifestOption = MANIFEST, as_json: JsonOption = False) -> 
         raise typer.Exit(DIFFERS)
 
 
-def _wanted(path: Path) -> Files:
-    return wanted_files(load_manifest(path), path)
+def _wanted(path: Path, *, here: bool) -> Files:
+    """Return the files of a manifest; where they are for this host, only if it has what the manifest names."""
+    file = load_manifest_file(path)
+    if here:
+        require_present(file)
+    return wanted_files(file.manifest, path)
 
 
 def _show(found: Plan, *, diffs: bool) -> None:

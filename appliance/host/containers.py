@@ -123,7 +123,7 @@ def container_settings(
         # It ends up on a command line of systemd's, which would put variables of its own there.
         yield "Container", "Environment", quoted(f"{variable}={value}".replace("$", "$$"))
     for wanted in model.gpus:
-        # A GPU that this host does not have is reported by `plan`.
+        # A GPU that this host does not have is refused by `plan` and `apply`.
         if (gpu := gpus.get(str(wanted))) is not None:
             yield "Container", "AddDevice", f"nvidia.com/gpu={gpu.uuid}"
     if engine.cpus:

@@ -155,7 +155,7 @@ def _devices(model: Model, gpus: dict[str, Gpu]) -> Iterator[Setting]:
     for device in GPU_CONTROL_DEVICES:
         yield "Service", "DeviceAllow", f"{device} rw"
     for wanted in model.gpus:
-        # A GPU that this host does not have is reported by `plan`; its device node cannot be named.
+        # A GPU that this host does not have is refused by `plan` and `apply`; for another host, its node is not known.
         if (gpu := gpus.get(str(wanted))) is not None:
             for device, access in gpu.devices.items():
                 yield "Service", "DeviceAllow", f"{device} {access}"

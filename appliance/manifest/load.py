@@ -31,10 +31,15 @@ class ManifestFile:
 
 def load_manifest(path: Path) -> Manifest:
     """Return the manifest and log its warnings. ConfigError with every error in it, each with its place."""
+    return load_manifest_file(path).manifest
+
+
+def load_manifest_file(path: Path) -> ManifestFile:
+    """Return what `read_manifest` returns, and log its warnings."""
     file = read_manifest(path)
     for warning in file.warnings:
         log.warning("%s", warning)
-    return file.manifest
+    return file
 
 
 def read_manifest(path: Path) -> ManifestFile:
