@@ -17,6 +17,9 @@ Process = Callable[[torch.nn.Module], None]
 # What latent attention makes of its projection, also where that is processed already.
 _DERIVED = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
 
+# Backends for experts that are not quantized, which lay them out where they are.
+_REWRITING = frozenset({"FLASHINFER_TRTLLM"})
+
 
 def quantizes_while_loading(module: torch.nn.Module, stage: Stage) -> bool:
     """Tell whether vLLM quantizes each layer of a new module as soon as it has read it, and finishes that afterwards.
@@ -60,11 +63,12 @@ def process_again(module: torch.nn.Module, process: Process) -> None:
 def _own_what_is_rewritten(module: torch.nn.Module) -> None:
     """Copy the mapped parameters that a quantization method may write to where they lie: the mapping is read-only.
 
-    Methods of layers that are not quantized replace parameters, and write to none.
+    Methods of layers that are not quantized replace parameters, and write to none, but for one kernel of experts.
     """
     for part in module.modules():
         method = getattr(part, "quant_method", None)
-        if method is None or type(method).__name__.startswith("Unquantized"):
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
+        if method is None or (type(method).__name__.startswith("Unquantized") and backend not in _REWRITING):
             continue
         for parameter in part.parameters(recurse=False):
             parameter.data = parameter.data.clone()

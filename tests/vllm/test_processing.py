@@ -12,7 +12,7 @@ from torch import nn
 
 from appliance.errors import ConfigError
 from appliance.tensors.inventory import TensorError
-from appliance.vllm.processing import process_again, quantizes_while_loading
+from appliance.vllm.processing import process_again, process_loaded, quantizes_while_loading
 
 
 class Mode:
@@ -84,6 +84,33 @@ def test_a_device_that_fails_is_not_taken_for_such_a_method(mode: Mode, kind: An
 
     with pytest.raises(kind):
         process_again(module_of(method(supports=True)), process)
+
+
+class UnquantizedMethod:
+    """One of those that vLLM has for layers that are not quantized; of experts it names the kernel's backend."""
+
+    def __init__(self, backend: str | None = None) -> None:
+        if backend is not None:
+            self.unquantized_backend = SimpleNamespace(name=backend)
+
+
+@pytest.mark.parametrize(
+    ("method", "is_own"),
+    [
+        (None, False),
+        (UnquantizedMethod(), False),
+        (UnquantizedMethod("TRITON"), False),
+        (UnquantizedMethod("FLASHINFER_TRTLLM"), True),
+        (SimpleNamespace(), True),
+    ],
+    ids=["none", "linear", "experts", "experts rewritten", "quantized"],
+)
+def test_what_a_method_may_write_to_is_copied_before_and_nothing_else(method: object, is_own: bool) -> None:
+    module = module_of(method)
+    mapped = {parameter.data_ptr() for parameter in module.parameters()}
+    found: set[int] = set()
+    process_loaded(module, lambda module: found.update(parameter.data_ptr() for parameter in module.parameters()))
+    assert mapped.isdisjoint(found) == is_own
 
 
 def test_weights_that_are_quantized_while_they_are_loaded_are_taken_as_processed_alone() -> None:
