@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ class CanaryRecord:
         self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         record = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "token_ids": list(token_ids)}
         write_durably(self.path, json.dumps(record).encode() + b"\n", mode=0o640, replace=True)
+
+
+def api_key(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the key that an engine started so asks its clients for, in vLLM's words; empty where it asks for none."""
+    key = environ.get("VLLM_API_KEY", "")
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        option, equals, value = argument.partition("=")
+        if option.replace("_", "-") == "--api-key":
+            key = value if equals else following
+    return key
 
 
 def ask(base: str, model: str, *, api_key: str = "") -> tuple[int, ...]:

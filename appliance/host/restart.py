@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from appliance.canary import CanaryRecord, ask, get
+from appliance.canary import CanaryRecord, api_key, ask, get
 from appliance.client import KeeperClient, resident_fingerprint
 from appliance.errors import HostError, TrustError
 from appliance.host.systemctl import systemctl
@@ -27,7 +27,8 @@ def restart(manifest: Manifest, name: str, *, tell: Callable[[str], None]) -> Ti
 
     HostError where it does not come back attached; TrustError where its greedy tokens are not the recorded ones.
     """
-    base = manifest.model(name).engine.base_url
+    engine = manifest.model(name).engine
+    base = engine.base_url
     timeline = Timeline()
     record = CanaryRecord.of(manifest.directories.state, resident_fingerprint(manifest.socket_path(name)))
     expected = record.load()
@@ -39,7 +40,7 @@ def restart(manifest: Manifest, name: str, *, tell: Callable[[str], None]) -> Ti
     if timeline.verdict != "hit":
         raise HostError(f"{name}: the engine came back, but its verdict is {timeline.verdict!r}, not 'hit'")
     began = time.monotonic()
-    found = ask(base, name)
+    found = ask(base, name, api_key=api_key(engine.args, engine.environment))
     timeline.steps_s["canary"] = time.monotonic() - began
     if expected is None:
         timeline.canary = "no tokens were recorded for these weights"

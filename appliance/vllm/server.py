@@ -74,7 +74,8 @@ class _Server:
         self._notifier = notifier
         self._stopping = False
         self._base = target.model.engine.base_url
-        self._key = _api_key(arguments, environ)
+        _refuse_tls(arguments)
+        self._key = canary.api_key(arguments, environ)
         self._child = subprocess.Popen([sys.executable, "-m", "appliance.vllm.command_line", *arguments], env=environ)
 
     def run(self, phases_s: dict[str, float]) -> int:
@@ -225,17 +226,14 @@ def _resident_configs(target: Target, role: str, *, on_progress: Callable[[str],
     return files
 
 
-def _api_key(arguments: list[str], environ: dict[str, str]) -> str:
-    for index, argument in enumerate(arguments):
-        option, _, value = argument.partition("=")
+def _refuse_tls(arguments: list[str]) -> None:
+    for argument in arguments:
+        option = argument.partition("=")[0]
         if option.startswith("--ssl-"):
             raise ConfigError(
                 f"engine.args: {option}: the appliance asks its engine without TLS",
                 hint="let the engine listen on 127.0.0.1, and end TLS in front of it",
             )
-        if option == "--api-key":
-            return value or arguments[index + 1 : index + 2][0]
-    return environ.get("VLLM_API_KEY", "")
 
 
 def _waiting(notifier: Notifier, text: str) -> None:

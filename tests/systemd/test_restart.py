@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.canary import CanaryRecord, ask
+from appliance.canary import CanaryRecord, api_key, ask
 from appliance.errors import ApplianceError, HostError, TrustError
 from appliance.fingerprint import Fingerprint
 from appliance.host import restart as restarts
@@ -31,7 +31,9 @@ def engine() -> Iterator[tuple[int, dict[str, Any]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps(says[self.path]).encode()
-            self.send_response(200)
+            wanted = says.get("key", "") if self.command == "POST" else ""
+            refused = wanted and self.headers["Authorization"] != f"Bearer {wanted}"
+            self.send_response(401 if refused else 200)
             self.end_headers()
             self.wfile.write(body)
 
@@ -95,6 +97,34 @@ def test_an_answer_without_tokens_is_an_error(engine: tuple[int, dict[str, Any]]
     engine[1]["/v1/completions"] = answer
     with pytest.raises(ApplianceError):
         ask(f"http://127.0.0.1:{engine[0]}", "m")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"args": ["--api-key", "sesame"]},
+        {"args": ["--api-key", "first", "--api_key=sesame"], "environment": {"VLLM_API_KEY": "not this"}},
+        {"environment": {"VLLM_API_KEY": "sesame"}},
+    ],
+    ids=["argument", "the last of two", "environment"],
+)
+def test_an_engine_that_asks_for_a_key_is_given_it(
+    tmp_path: Path,
+    engine: tuple[int, dict[str, Any]],
+    commands: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+) -> None:
+    engine[1]["key"] = "sesame"
+    monkeypatch.setattr(restarts, "_attachment", lambda manifest, name, base: ("hit", {}))
+    models = {"m": model(engine[0], engine={"kind": "vllm", **settings})}
+    manifest = manifest_of(tmp_path, models, directories={"state": str(tmp_path)})
+    assert restart(manifest, "m", tell=lambda text: None).canary.startswith("no tokens were recorded")
+
+
+def test_an_argument_without_its_value_is_no_key() -> None:
+    assert api_key(["--api-key"], {"VLLM_API_KEY": "x"}) == ""
+    assert api_key(["--model", "--api-keys=1"], {}) == ""
 
 
 def test_an_engine_that_is_not_there_is_an_error() -> None:
