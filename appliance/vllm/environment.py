@@ -53,6 +53,15 @@ def environment(target: Target, manifest: Path) -> dict[str, str]:
     return {**found, NAMES_VARIABLE: " ".join(shaping_variables({**_inherited(), **found}))}
 
 
+def visible_device(number: str, environ: Mapping[str, str]) -> str:
+    """Return the UUID of the GPU, or part of one, of which torch tells the number alone, as this process was given it.
+
+    That of a GPU where it was given none by UUID.
+    """
+    given = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return next((device for device in given if device.partition("-")[2] == number), f"GPU-{number}")
+
+
 def _inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != NAMES_VARIABLE}
 

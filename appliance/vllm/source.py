@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
@@ -29,6 +30,7 @@ from appliance.slabs.devices import CPU
 from appliance.target import DRAFT, TARGET, Target
 from appliance.tensors.flags import flags_of
 from appliance.tensors.homes import Stage
+from appliance.vllm.environment import visible_device
 from appliance.vllm.facts import facts
 from appliance.vllm.processing import process_again, process_loaded, quantizes_while_loading
 
@@ -239,12 +241,12 @@ def load_device(vllm_config: Any) -> torch.device:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return `cpu`, or the UUID of a GPU."""
+    """Return `cpu`, or the UUID of a GPU or part of one."""
     if device.type == CPU:
         return CPU
     index = torch.cuda.current_device() if device.index is None else device.index
     uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else visible_device(uuid, os.environ)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import pytest
 
 from appliance.errors import HostError
 from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
-from appliance.vllm.environment import KEPT_CACHES, cache_folder, environment, make_cache_folder
+from appliance.vllm.environment import KEPT_CACHES, cache_folder, environment, make_cache_folder, visible_device
 from tests.engine.checkpoints import make_checkpoint
 from tests.sites import MODEL, Site
 
@@ -97,3 +97,17 @@ def test_a_cache_folder_that_cannot_be_made_is_the_hosts_failure(site: Site) -> 
     with pytest.raises(HostError, match="cannot make the cache folder") as caught:
         make_cache_folder(site.target())
     assert caught.value.hint is not None and str(cache) in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "device"),
+    [
+        ("GPU-1-2,GPU-3-4", "GPU-3-4"),
+        ("MIG-1-2,MIG-3-4", "MIG-3-4"),
+        ("0,1", "GPU-3-4"),
+        ("", "GPU-3-4"),
+    ],
+)
+def test_a_device_has_the_name_under_which_the_process_was_given_it(given: str, device: str) -> None:
+    assert visible_device("3-4", {"CUDA_VISIBLE_DEVICES": given}) == device
+    assert visible_device("3-4", {}) == "GPU-3-4"
