@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from appliance.canary import CanaryRecord, api_key, ask
+from appliance.cli.main import run
 from appliance.errors import ApplianceError, HostError, TrustError
 from appliance.fingerprint import Fingerprint
 from appliance.host import restart as restarts
 from appliance.host.restart import restart
+from appliance.manifest.schema import Manifest
 from tests.systemd.manifests import manifest_of, model
 
 # How often a server looks whether it shall end.
@@ -130,3 +132,21 @@ def test_an_argument_without_its_value_is_no_key() -> None:
 def test_an_engine_that_is_not_there_is_an_error() -> None:
     with pytest.raises(HostError, match="is the engine running"):
         ask("http://127.0.0.1:1", "m")
+
+
+@pytest.mark.parametrize(("was_applied", "port"), [(True, 8001), (False, 8002)])
+def test_it_is_the_applied_manifest_that_is_gone_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_applied: bool, port: int
+) -> None:
+    before = manifest_of(tmp_path, {"m": model(8001)})
+    manifest_of(tmp_path, {"m": model(8002)})
+    asked: list[int] = []
+
+    def noted(manifest: Manifest, name: str, **more: object) -> restarts.Timeline:
+        asked.append(manifest.model(name).engine.port)
+        return restarts.Timeline()
+
+    monkeypatch.setattr(restarts, "restart", noted)
+    monkeypatch.setattr("appliance.cli.host.applied", lambda source, root: before if was_applied else None)
+    assert run(["restart", "m", "--manifest", str(tmp_path / "appliance.yaml")]) == 0
+    assert asked == [port]
