@@ -75,8 +75,7 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             weights = take(assigned.terms, source, client_name=name)
             source.claim(weights.module)
         except ApplianceError as error:
-            event(f"appliance: {error}", priority=ERROR)
-            write(os.environ.get(OUTCOMES_VARIABLE), outcome.failed(error))
+            _tell(outcome, error)
             raise
         terms, lease = assigned.terms, None
         if weights.client is not None:
@@ -90,15 +89,20 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Return the bytes of device memory in which this rank's weights lie already, held by nobody's context.
 
-        vLLM counts them as its own when it divides the memory, so that its utilization means what it says.
+        vLLM counts them as its own when it divides the memory, so that its utilization means what it says. It asks
+        before it loads, since 0.32.
         """
-        assigned = assignment(
-            os.environ, self.load_config.model_loader_extra_config or {}, model_path=vllm_config.model_config.model
-        )
-        if assigned.loads:
-            return 0  # a loader computes nothing, and is given no memory to divide
-        with KeeperClient.connect(assigned.terms.socket_path, timeout_s=assigned.terms.wait_s) as client:
-            slots = client.status()["shards"]
+        try:
+            assigned = assignment(
+                os.environ, self.load_config.model_loader_extra_config or {}, model_path=vllm_config.model_config.model
+            )
+            if assigned.loads:
+                return 0  # a loader computes nothing, and is given no memory to divide
+            with KeeperClient.connect(assigned.terms.socket_path, timeout_s=assigned.terms.wait_s) as client:
+                slots = client.status()["shards"]
+        except ApplianceError as error:
+            _tell(Outcome(role="", rank=-1), error)
+            raise
         device = uuid_of(load_device(vllm_config))
         return sum(slot["size_bytes"] for slot in slots if slot["device"] == device)
 
@@ -110,6 +114,11 @@ def source_of(
     of_targets = (served.source.rank for served in reversed(SERVED) if served.source.role == TARGET)
     rank = next(of_targets, None) if role_of(vllm_config, model_config) == DRAFT else None
     return VllmSource(vllm_config, model_config, prefix=prefix, target=target, target_rank=rank, computes=computes)
+
+
+def _tell(outcome: Outcome, error: ApplianceError) -> None:
+    event(f"appliance: {error}", priority=ERROR)
+    write(os.environ.get(OUTCOMES_VARIABLE), outcome.failed(error))
 
 
 def _end_the_engine() -> None:

@@ -3,6 +3,8 @@
 No engine is started: configurations are vLLM's own, and a model is built of them.
 """
 
+import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -15,9 +17,12 @@ import torch
 from vllm.config import replace, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
+from appliance.errors import ApplianceError
 from appliance.ports import free_port
+from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.loading import engine_config
-from appliance.vllm.model_loader import SERVED, Served, source_of
+from appliance.vllm.model_loader import SERVED, ApplianceModelLoader, Served, source_of
+from appliance.vllm.outcome import read_all
 from appliance.vllm.replicas import become_replica
 from appliance.vllm.source import VllmSource
 from tests.vllm.checkpoints import make_checkpoint
@@ -85,6 +90,18 @@ def processed(folder: Path) -> dict[str, int]:
     return found
 
 
+def refusal_before_loading(folder: Path) -> list[dict[str, Any]]:
+    """Return what the starting process is told where vLLM asks for the weights' size, and there is no keeper."""
+    outcomes = folder / "outcomes"
+    outcomes.mkdir()
+    more = ["--model-loader-extra-config", json.dumps({"socket": str(folder / "none.sock"), "wait": 0})]
+    config = engine_config([str(folder / "target"), *ARGUMENTS, *more])
+    os.environ[OUTCOMES_VARIABLE] = str(outcomes)
+    with contextlib.suppress(ApplianceError):
+        ApplianceModelLoader(config.load_config).get_external_weight_memory(config)
+    return [dataclasses.asdict(outcome) for outcome in read_all(outcomes)]
+
+
 if __name__ == "__main__":
     # vLLM logs to standard output.
     results = os.fdopen(os.dup(1), "w")
@@ -95,6 +112,7 @@ if __name__ == "__main__":
         "unclaimed": unclaimed(folder),
         "ranks": rank_of_a_small_draft(folder),
         "processed": processed(folder),
+        "refusals": refusal_before_loading(folder),
     }
     print(json.dumps(found), file=results, flush=True)
     os._exit(0)

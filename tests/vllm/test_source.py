@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from appliance.errors import EXIT_MISS, EXIT_RESOURCE
 from tests.vllm import vllm_process
 
 
@@ -28,3 +29,9 @@ def test_a_small_draft_has_the_rank_of_its_replicas_target(said: Any) -> None:
 def test_a_loader_does_not_process_what_it_never_computes_with(said: Any) -> None:
     # Post-processing may need as much memory as the weights do.
     assert said["processed"] == {"engine": 1, "loader": 0, "mixture": 1}
+
+
+def test_an_engine_that_asks_for_the_size_of_weights_in_vain_says_why_it_ends(said: Any) -> None:
+    (refusal,) = said["refusals"]
+    assert (refusal["verdict"], refusal["exit_status"] in (EXIT_MISS, EXIT_RESOURCE)) == ("refused", True)
+    assert "none.sock" in refusal["error"]
