@@ -1,7 +1,7 @@
 """How a GPU's memory is divided while weights are compared: they lie there twice, and vLLM's cache beside them.
 
-vLLM's cache takes half of what two copies leave, by a size that says so: `--gpu-memory-utilization` is of all memory,
-and releases of vLLM differ in whether the keeper's weights are a part of it.
+That cache is told its size, half of what a second copy leaves free: `--gpu-memory-utilization` is of all memory, and
+releases of vLLM differ in whether the keeper's weights are a part of it.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.client import KeeperClient
 from appliance.errors import ResourceError
-from appliance.gpus import GpuState, gpu_states
+from appliance.gpus import GpuPart, GpuState, gpu_states
 from appliance.quantities import format_size
 from appliance.slabs.devices import CPU
 from appliance.target import Target
@@ -30,7 +30,7 @@ def memory_arguments(target: Target, arguments: Sequence[str]) -> tuple[list[str
         return [], []
     with KeeperClient.connect(target.socket_path, timeout_s=target.model.wait_s) as client:
         held = held_bytes(client.status()["shards"])
-    return divided(held, totals_bytes(gpu_states())) if held else ([], [])
+    return divided(held, places(gpu_states())) if held else ([], [])
 
 
 def held_bytes(shards: Iterable[Mapping[str, Any]]) -> Counter[str]:
@@ -42,24 +42,24 @@ def held_bytes(shards: Iterable[Mapping[str, Any]]) -> Counter[str]:
     return held
 
 
-def totals_bytes(states: Iterable[GpuState]) -> dict[str, int]:
-    """Return the memory of each GPU, and of each part of one that is divided."""
-    totals = {}
+def places(states: Iterable[GpuState]) -> dict[str, GpuState | GpuPart]:
+    """Return each GPU, and each part of one that is divided, by its UUID."""
+    found: dict[str, GpuState | GpuPart] = {}
     for state in states:
-        totals[state.uuid] = state.total_bytes
-        totals |= {part.uuid: part.total_bytes for part in state.parts}
-    return totals
+        found[state.uuid] = state
+        found |= {part.uuid: part for part in state.parts}
+    return found
 
 
-def divided(held: Mapping[str, int], totals: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Return both engines' arguments where each of these GPUs holds so many bytes of so many."""
-    left_bytes, device = min((totals[device] - 2 * size_bytes, device) for device, size_bytes in held.items())
+def divided(held: Mapping[str, int], seen: Mapping[str, GpuState | GpuPart]) -> tuple[list[str], list[str]]:
+    """Return both engines' arguments where each of these GPUs holds so many bytes."""
+    left_bytes, device = min((seen[device].free_bytes - size_bytes, device) for device, size_bytes in held.items())
     if left_bytes <= 0:
         raise ResourceError(
             f"{device}: no room to load {format_size(held[device])} of weights once more beside the keeper's",
             hint="divide the model over more GPUs with `parallel`, or compare it where there is more memory",
         )
-    share = max(size_bytes / totals[device] for device, size_bytes in held.items())
+    share = max(size_bytes / seen[device].total_bytes for device, size_bytes in held.items())
     cache = [CACHE, str(left_bytes // 2)]
     return [*cache, UTILIZATION, f"{FREE}"], [*cache, UTILIZATION, f"{share + FREE:.4f}"]
 
