@@ -165,6 +165,23 @@ def test_a_corrupt_checkpoint_is_refused_by_name_and_the_old_one_goes_on(host: H
     assert (host.shard_ids(), host.pid(WEIGHTS), host.pid(ENGINE)) == (shards, keeper, engine)
 
 
+def test_an_engine_that_refused_what_was_there_starts_again_on_the_folder_that_is_put_back(
+    host: Host, checkpoints: Checkpoints
+) -> None:
+    shards, keeper, place = host.shard_ids(), host.pid(WEIGHTS), f"/srv/models/{MODEL}"
+    host.put_checkpoint(checkpoints.second, "broken")
+    host.machine.run(["truncate", "--size=9000", "/srv/models/broken/model.safetensors"])
+    # Its files keep their inodes and their times: nothing of it looks new afterwards.
+    host.machine.run(["sh", "-c", f"mv {place} {place}.aside && mv /srv/models/broken {place}"])
+    host.machine.wait_for(lambda: bool(host.status()["refused"]), what="it is refused", timeout_s=180)
+    host.machine.systemctl("restart", ENGINE, check=False, timeout_s=120)
+    host.wait_for_state(ENGINE, "failed")
+    host.machine.run(["sh", "-c", f"mv {place} /srv/models/broken && mv {place}.aside {place}"])
+    host.wait_for_state(ENGINE)
+    assert ask(PORT, MODEL) == checkpoints.answers[checkpoints.first]
+    assert (host.shard_ids(), host.pid(WEIGHTS)) == (shards, keeper) and not host.status()["refused"]
+
+
 def test_a_checkpoint_that_is_being_copied_is_not_taken_for_a_broken_one(host: Host, checkpoints: Checkpoints) -> None:
     second = checkpoints.answers[checkpoints.second]
     place = f"/srv/models/{MODEL}"
