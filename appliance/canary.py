@@ -13,6 +13,7 @@ from typing import Any
 from appliance.checkpoint.durable_file import write_durably
 from appliance.errors import HostError
 from appliance.fingerprint import Fingerprint
+from appliance.manifest.arguments import option_name
 
 PROMPT = "The capital of France is"
 MAX_TOKENS = 16
@@ -52,8 +53,8 @@ def api_key(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the key that an engine started so asks its clients for, in vLLM's words; empty where it asks for none."""
     key = environ.get("VLLM_API_KEY", "")
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
-        option, equals, value = argument.partition("=")
-        if option.replace("_", "-") == "--api-key":
+        if option_name(argument) == "--api-key":
+            _, equals, value = argument.partition("=")
             key = value if equals else following
     return key
 

@@ -6,6 +6,7 @@ A manifest that asks for more is refused before anything starts, with the kind t
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from appliance.manifest.arguments import option_name
 from appliance.manifest.finding import Finding
 from appliance.manifest.problem import SettingPath
 from appliance.manifest.schema import Model, Parallel
@@ -100,7 +101,8 @@ def _able(kinds: list[str]) -> str | None:
 
 def _own_args(path: SettingPath, model: Model, backend: Backend) -> Iterator[Finding]:
     for index, argument in enumerate(model.engine.args):
-        option = _option(argument)
+        # Engines take --speculative-config.method for one key of a group.
+        option = option_name(argument).partition(".")[0]
         own = _own_option(option, backend.own_args)
         if own is not None:
             setting = backend.own_args[own]
@@ -109,11 +111,6 @@ def _own_args(path: SettingPath, model: Model, backend: Backend) -> Iterator[Fin
             yield Finding(
                 (*path, "engine", "args", index), what, hint=f"use {setting}", reads=((*path, "engine", "kind"),)
             )
-
-
-def _option(argument: str) -> str:
-    # Engines take --tensor_parallel_size as well, and --speculative-config.method for one key of a group.
-    return argument.partition("=")[0].partition(".")[0].replace("_", "-")
 
 
 def _own_option(option: str, own_args: Mapping[str, str]) -> str | None:

@@ -6,6 +6,8 @@ way around.
 
 from collections.abc import Mapping, Sequence
 
+from appliance.manifest.arguments import option_name
+
 # Set by who starts vLLM: the names that were there before it. It gives others values of its own, new ones each time.
 NAMES_VARIABLE = "APPLIANCE_VARIABLES"
 
@@ -54,7 +56,7 @@ def shaping_arguments(arguments: Sequence[str]) -> list[str]:
     neutral = False
     for word in arguments:
         if word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit()):
-            neutral = word.partition("=")[0].replace("_", "-") in NEUTRAL_ARGUMENTS
+            neutral = option_name(word) in NEUTRAL_ARGUMENTS
         if not neutral:
             kept.append(word)
     return kept

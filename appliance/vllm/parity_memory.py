@@ -11,6 +11,7 @@ from typing import Any
 from appliance.client import KeeperClient
 from appliance.errors import ResourceError
 from appliance.gpus import GpuPart, GpuState, gpu_states
+from appliance.manifest.arguments import option_name
 from appliance.quantities import format_size
 from appliance.slabs.devices import CPU
 from appliance.target import Target
@@ -26,7 +27,7 @@ def memory_arguments(target: Target, arguments: Sequence[str]) -> tuple[list[str
 
     Nothing on a CPU, nor where they give the cache a size. ResourceError where a GPU has no room for two copies.
     """
-    if any(_option(argument) == CACHE for argument in arguments):
+    if any(option_name(argument) == CACHE for argument in arguments):
         return [], []
     with KeeperClient.connect(target.socket_path, timeout_s=target.model.wait_s) as client:
         held = held_bytes(client.status()["shards"])
@@ -62,7 +63,3 @@ def divided(held: Mapping[str, int], seen: Mapping[str, GpuState | GpuPart]) -> 
     share = max(size_bytes / seen[device].total_bytes for device, size_bytes in held.items())
     cache = [CACHE, str(left_bytes // 2)]
     return [*cache, UTILIZATION, f"{FREE}"], [*cache, UTILIZATION, f"{share + FREE:.4f}"]
-
-
-def _option(argument: str) -> str:
-    return argument.partition("=")[0].replace("_", "-")

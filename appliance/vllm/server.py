@@ -22,6 +22,7 @@ from appliance.checkpoint.contents import check_configs, read_configs
 from appliance.client import KeeperClient, RefusedError, resident_fingerprint
 from appliance.errors import ApplianceError, ConfigError, HostError, TrustError, error_of_status
 from appliance.events import WARNING, event
+from appliance.manifest.arguments import option_name
 from appliance.notify import Notifier
 from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.arguments import serve_arguments
@@ -228,7 +229,7 @@ def _resident_configs(target: Target, role: str, *, on_progress: Callable[[str],
 
 def _refuse_tls(arguments: list[str]) -> None:
     for argument in arguments:
-        option = argument.partition("=")[0]
+        option = option_name(argument)
         if option.startswith("--ssl-"):
             raise ConfigError(
                 f"engine.args: {option}: the appliance asks its engine without TLS",

@@ -257,8 +257,11 @@ def test_one_that_completes_nothing_is_ready_without_a_canary(engine: Engine, ma
     assert "no canary for m" in said
 
 
-def test_tls_of_its_own_is_refused_before_it_starts(engine: Engine, manager: ServiceManager) -> None:
-    engine.site.write(engine=engine.settings("--ssl-keyfile", "/k.pem"))
+@pytest.mark.parametrize("told", [("--ssl-keyfile", "/k.pem"), ("--ssl_keyfile=/k.pem",)])
+def test_tls_of_its_own_is_refused_before_it_starts(
+    engine: Engine, manager: ServiceManager, told: tuple[str, ...]
+) -> None:
+    engine.site.write(engine=engine.settings(*told))
     status, said = engine.ended(manager)
     assert status == 78
     assert "--ssl-keyfile" in said
