@@ -30,6 +30,8 @@ class Listening:
         """`app` must not be frozen yet."""
         self._runner = runner
         self._server: asyncio.Server | None = None
+        # The server's sockets once more: what is queued on them when it closes its own is taken from these.
+        self._sockets: list[socket.socket] = []
         self._stopping = False
         self._answered: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
         app.on_response_prepare.append(self._note)
@@ -49,7 +51,8 @@ class Listening:
             if error.errno == errno.EADDRINUSE:
                 raise ResourceError(f"{host}:{port} is in use", hint="another process listens there") from error
             raise HostError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        found = self._server.sockets[0].getsockname()
+        self._sockets = [listening.dup() for listening in self._server.sockets]
+        found = self._sockets[0].getsockname()
         return (found[0], found[1]) if isinstance(found, tuple) else (host, port)
 
     async def stop(self) -> None:
@@ -63,10 +66,8 @@ class Listening:
         # Of what was accepted and has no protocol yet, a server that is closed would lose the socket.
         for _ in range(_TURNS):
             await asyncio.sleep(0)
-        with contextlib.ExitStack() as ends:
-            own = [ends.enter_context(listening.dup()) for listening in self._server.sockets]
-            self._server.close()
-            queued = [connection for listening in own for connection in _queued(listening)]
+        self._server.close()
+        queued = [connection for listening in self._sockets for connection in _last_of(listening)]
         for connection in queued:
             await loop.connect_accepted_socket(self._protocol, connection)
         for _ in range(int(SILENCE_LIMIT_S / _POLL_S)):
@@ -95,10 +96,9 @@ class Listening:
             response.headers["Connection"] = "close"  # aiohttp has made its own headers by now
 
 
-def _queued(listening: socket.socket) -> Iterator[socket.socket]:
-    """Yield what the kernel has accepted by now."""
-    listening.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
+def _last_of(listening: socket.socket) -> Iterator[socket.socket]:
+    """Close a non-blocking socket, and yield first what the kernel has accepted on it, as far as descriptors last."""
+    with listening, contextlib.suppress(OSError):
         while True:
             connection, _ = listening.accept()
             yield connection

@@ -6,9 +6,12 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
+import pytest
+
 from appliance.engine.generation import LanguageModel
 from appliance.engine.listening import SILENCE_LIMIT_S
 from appliance.engine.server import Server, make_app
+from tests.descriptors import room_for
 from tests.engine.serving import NAME, TIMEOUT_S
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -97,6 +100,21 @@ def test_one_who_was_answered_before_is_not_waited_for(language_model: LanguageM
         began = time.monotonic()
         await server.close()
         assert time.monotonic() - began < SILENCE_LIMIT_S
+
+    run(language_model, scenario)
+
+
+def test_one_without_a_descriptor_left_stops_all_the_same(language_model: LanguageModel) -> None:
+    async def scenario(server: Server, connections: ExitStack) -> None:
+        first, second = (connected(server, connections) for _ in range(2))
+        for connection in (first, second):
+            connection.sendall(REQUEST)
+        with room_for(0):
+            await asyncio.wait_for(server.close(), TIMEOUT_S)
+        # The descriptor with which it listened is the one that is free now.
+        assert (await asyncio.to_thread(everything_of, first)).startswith(b"HTTP/1.1 503")
+        with pytest.raises(ConnectionResetError):
+            await asyncio.to_thread(everything_of, second)
 
     run(language_model, scenario)
 
