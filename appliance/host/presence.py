@@ -32,11 +32,10 @@ def _missing(file: ManifestFile) -> Iterator[ManifestError]:
             yield file.error(("group",), f"there is no group {manifest.group!r} on this host", hint=hint)
     for name, model in manifest.models.items():
         setting = ("models", name, "gpus")
-        one_by_one = [error for index, gpu in enumerate(model.gpus) if (error := _gpu(file, (*setting, index), [gpu]))]
-        yield from one_by_one
-        # Index and UUID may name the same one.
-        if not one_by_one and (error := _gpu(file, setting, model.gpus)):
-            yield error
+        if (whole := _gpu(file, setting, model.gpus)) is not None:
+            one_by_one = (_gpu(file, (*setting, index), [gpu]) for index, gpu in enumerate(model.gpus))
+            # None of them where an index and a UUID name the same one.
+            yield from [error for error in one_by_one if error is not None] or [whole]
 
 
 def _gpu(file: ManifestFile, setting: SettingPath, names: Sequence[int | str]) -> ManifestError | None:

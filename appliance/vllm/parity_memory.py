@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.client import KeeperClient
 from appliance.errors import ResourceError
-from appliance.gpus import GpuPart, GpuState, gpu_states
+from appliance.gpus import GpuState, gpu_states
 from appliance.manifest.arguments import option_name
 from appliance.quantities import format_size
 from appliance.slabs.devices import CPU
@@ -31,7 +31,7 @@ def memory_arguments(target: Target, arguments: Sequence[str]) -> tuple[list[str
         return [], []
     with KeeperClient.connect(target.socket_path, timeout_s=target.model.wait_s) as client:
         held = held_bytes(client.status()["shards"])
-    return divided(held, places(gpu_states())) if held else ([], [])
+    return divided(held, gpu_states()) if held else ([], [])
 
 
 def held_bytes(shards: Iterable[Mapping[str, Any]]) -> Counter[str]:
@@ -43,17 +43,9 @@ def held_bytes(shards: Iterable[Mapping[str, Any]]) -> Counter[str]:
     return held
 
 
-def places(states: Iterable[GpuState]) -> dict[str, GpuState | GpuPart]:
-    """Return each GPU, and each part of one that is divided, by its UUID."""
-    found: dict[str, GpuState | GpuPart] = {}
-    for state in states:
-        found[state.uuid] = state
-        found |= {part.uuid: part for part in state.parts}
-    return found
-
-
-def divided(held: Mapping[str, int], seen: Mapping[str, GpuState | GpuPart]) -> tuple[list[str], list[str]]:
-    """Return both engines' arguments where each of these GPUs holds so many bytes."""
+def divided(held: Mapping[str, int], states: Sequence[GpuState]) -> tuple[list[str], list[str]]:
+    """Return both engines' arguments where each of these GPUs, or parts of one, holds so many bytes."""
+    seen = {device: place for device in held for state in states if (place := state.place(device)) is not None}
     left_bytes, device = min((seen[device].free_bytes - size_bytes, device) for device, size_bytes in held.items())
     if left_bytes <= 0:
         raise ResourceError(

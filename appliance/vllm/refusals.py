@@ -5,6 +5,9 @@ from typing import Any
 from appliance.errors import ConfigError
 from appliance.vllm.plugin import LOAD_FORMAT
 
+# A hint, where vLLM loads by another loader than it is told to.
+OTHER_LOADERS = "with bitsandbytes vLLM 0.26 and 0.27 do so: take a later one, or another quantization"
+
 
 def refuse_movers(vllm_config: Any) -> None:
     """Return if nothing that this engine is set up for writes to its weights or moves them; ConfigError if not.
@@ -39,7 +42,7 @@ def refuse_other_loaders(vllm_config: Any) -> None:
     if (format_ := str(vllm_config.load_config.load_format)) != LOAD_FORMAT:
         raise ConfigError(
             f"vLLM loads this model in its own format `{format_}`, whatever it is told: nothing could be kept",
-            hint="with bitsandbytes vLLM 0.26 and 0.27 do so: take a later one, or another quantization",
+            hint=OTHER_LOADERS,
         )
 
 

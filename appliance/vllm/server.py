@@ -30,6 +30,7 @@ from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE
 from appliance.vllm.configs_folder import kept_configs
 from appliance.vllm.environment import environment, make_cache_folder
 from appliance.vllm.outcome import read_all
+from appliance.vllm.refusals import OTHER_LOADERS
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 10.0
@@ -129,7 +130,7 @@ class _Server:
         if not read_all(self._outcomes):
             raise ConfigError(
                 f"vLLM serves {self._target.name} with weights that it did not ask the keeper for",
-                hint="with bitsandbytes vLLM 0.26 and 0.27 do so: take a later one, or another quantization",
+                hint=OTHER_LOADERS,
             )
 
     def _ready(self, phases_s: dict[str, float]) -> None:

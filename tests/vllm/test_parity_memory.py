@@ -8,7 +8,7 @@ import pytest
 from appliance.errors import ResourceError
 from appliance.gpus import GpuPart, GpuState
 from appliance.target import Target
-from appliance.vllm.parity_memory import divided, held_bytes, memory_arguments, places
+from appliance.vllm.parity_memory import divided, held_bytes, memory_arguments
 
 TOTAL = 100 << 30
 
@@ -36,13 +36,13 @@ def test_a_gpu_holds_the_weights_of_a_draft_too_and_a_cpu_none() -> None:
 
 @pytest.mark.parametrize(("others_gib", "cache_gib"), [(0, 20), (10, 15)])
 def test_both_engines_get_half_of_what_a_second_copy_leaves_as_cache(others_gib: int, cache_gib: int) -> None:
-    seen = places([gpu("GPU-0", 10), gpu("GPU-1", 30, others_gib=others_gib)])
-    for arguments in divided({"GPU-0": 10 << 30, "GPU-1": 30 << 30}, seen):
+    states = [gpu("GPU-0", 10), gpu("GPU-1", 30, others_gib=others_gib)]
+    for arguments in divided({"GPU-0": 10 << 30, "GPU-1": 30 << 30}, states):
         assert value_of(arguments, "--kv-cache-memory-bytes") == cache_gib << 30
 
 
 def test_no_engine_asks_for_more_than_the_keeper_leaves_free() -> None:
-    loading, attaching = divided({"GPU-0": 45 << 30}, places([gpu("GPU-0", 45)]))
+    loading, attaching = divided({"GPU-0": 45 << 30}, [gpu("GPU-0", 45)])
     assert value_of(loading, "--gpu-memory-utilization") * TOTAL < TOTAL - (45 << 30)
     # Before 0.32 vLLM asks for this beside the keeper's weights, since then it takes these off.
     assert 45 << 30 < value_of(attaching, "--gpu-memory-utilization") * TOTAL < TOTAL - (45 << 30)
@@ -50,7 +50,7 @@ def test_no_engine_asks_for_more_than_the_keeper_leaves_free() -> None:
 
 def test_weights_that_do_not_fit_twice_are_refused_with_what_to_do() -> None:
     with pytest.raises(ResourceError, match="GPU-0: no room") as caught:
-        divided({"GPU-0": 50 << 30}, places([gpu("GPU-0", 50)]))
+        divided({"GPU-0": 50 << 30}, [gpu("GPU-0", 50)])
     assert "parallel" in str(caught.value)
 
 
@@ -63,4 +63,7 @@ def test_a_size_of_the_manifest_is_left_alone(told: list[str]) -> None:
 def test_a_part_of_a_gpu_has_memory_of_its_own() -> None:
     part = GpuPart("MIG-0", "H200", 10 << 30, 0, 10 << 30, 1, 0)
     state = GpuState(0, "GPU-0", "H200", "580", "9.0", TOTAL, 0, TOTAL, True, True, (), (part,))
-    assert places([state]) == {"GPU-0": state, "MIG-0": part}
+    for arguments in divided({"MIG-0": 2 << 30}, [state]):
+        assert value_of(arguments, "--kv-cache-memory-bytes") == 4 << 30
+    for arguments in divided({"GPU-0": 2 << 30}, [state]):
+        assert value_of(arguments, "--kv-cache-memory-bytes") == (TOTAL - (2 << 30)) // 2
