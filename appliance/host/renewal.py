@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 from appliance.checkpoint.files import CheckpointRoot, find_root
@@ -41,9 +41,8 @@ KEEPER_TIMEOUT_S = 10.0
 
 Tell = Callable[[str], None]
 
-# Root digests of the model's checkpoint and of the draft's own, empty where there is none.
-Digests = tuple[str, str]
-NOTHING: Digests = ("", "")
+# Root digests of the model's checkpoint and of the draft's own, if it has one, by the role of their weights.
+Digests = dict[str, str]
 
 
 def changed(manifest: Manifest, name: str, *, seen: Seen) -> bool:
@@ -107,17 +106,14 @@ def roll_out(manifest: Manifest, name: str, *, tell: Tell) -> None:
     TrustError where the keeper refuses it all the same, HostError where a unit does not start.
     """
     weights, engine = unit_name("weights", name), unit_name("engine", name)
-    identities = _identities(manifest, name)
-    wanted, drafted = _digests(identities), DRAFT in identities
+    wanted = _digests(_identities(manifest, name))
     if active_state(weights) == "inactive":
         return
-    if _resident(manifest, name, drafted=drafted) != wanted:
+    if _resident(manifest, name, roles=wanted) != wanted:
         _restart(weights, tell)
-        if (resident := _resident(manifest, name, drafted=drafted)) != wanted:
-            raise TrustError(
-                f"{weights} holds {' '.join(resident).strip() or 'nothing'}, "
-                f"not the new checkpoint {' '.join(wanted).strip()}"
-            )
+        if (resident := _resident(manifest, name, roles=wanted)) != wanted:
+            held, new = (" ".join(digests.values()).strip() for digests in (resident, wanted))
+            raise TrustError(f"{weights} holds {held or 'nothing'}, not the new checkpoint {new}")
         if active_state(engine) != "inactive":
             _restart(engine, tell)
     elif active_state(engine) == "failed":
@@ -132,7 +128,7 @@ def _identities(manifest: Manifest, name: str) -> dict[str, Identity]:
 
 
 def _digests(identities: Mapping[str, Identity]) -> Digests:
-    return identities[TARGET].root_digest, identities[DRAFT].root_digest if DRAFT in identities else ""
+    return {role: identity.root_digest for role, identity in identities.items()}
 
 
 def _is_loading(client: KeeperClient, identities: Mapping[str, Identity]) -> bool:
@@ -143,7 +139,7 @@ def _is_loading(client: KeeperClient, identities: Mapping[str, Identity]) -> boo
 
 def _is_the_keepers(client: KeeperClient, identities: Mapping[str, Identity]) -> bool:
     """Tell whether these files are those that the keeper has read."""
-    if _held(client, drafted=DRAFT in identities) != _digests(identities):
+    if _held(client, roles=identities) != _digests(identities):
         return False
     for role, identity in identities.items():
         recorded = {path: FileStat.from_json(facts) for path, facts in _record(client, role).files.items()}
@@ -152,12 +148,14 @@ def _is_the_keepers(client: KeeperClient, identities: Mapping[str, Identity]) ->
     return True
 
 
-def _held(client: KeeperClient, *, drafted: bool) -> Digests:
-    """Return what the keeper's weights were read from, empty where it has none."""
+def _held(client: KeeperClient, *, roles: Container[str]) -> Digests:
+    """Return what the keeper's weights were read from, of these roles; empty where it has none."""
     root_digest = str(client.status().get("root_digest", ""))
-    if not root_digest or not drafted:
-        return root_digest, ""
-    return root_digest, _record(client, TARGET).target.to_json().get(DRAFT_ROOT_DIGEST, "")
+    if not root_digest:
+        return {}
+    if DRAFT not in roles:
+        return {TARGET: root_digest}
+    return {TARGET: root_digest, DRAFT: _record(client, TARGET).target.to_json().get(DRAFT_ROOT_DIGEST, "")}
 
 
 def _record(client: KeeperClient, role: str) -> ShardRecord:
@@ -168,14 +166,14 @@ def _record(client: KeeperClient, role: str) -> ShardRecord:
     return described.record
 
 
-def _resident(manifest: Manifest, name: str, *, drafted: bool) -> Digests:
+def _resident(manifest: Manifest, name: str, *, roles: Container[str]) -> Digests:
     try:
         with KeeperClient.connect(manifest.socket_path(name)) as client:
             if client.status().get("refused"):
                 client.checkpoint_seen("")
-            return _held(client, drafted=drafted)
+            return _held(client, roles=roles)
     except ApplianceError:
-        return NOTHING
+        return {}
 
 
 def _restart(unit: str, tell: Tell) -> None:
