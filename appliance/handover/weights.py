@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from appliance import collector, configs, memfd
-from appliance import layout as layouts
+from appliance import configs, memfd
 from appliance.client import Description, KeeperClient, RefusedError
 from appliance.descriptors import Descriptor, close_all
 from appliance.errors import ApplianceError, ConfigError, MissError, PeerError, ResourceError, TrustError
 from appliance.events import WARNING, event
 from appliance.fingerprint import Fingerprint
+from appliance.handover.binding import bind
 from appliance.handover.source import Loaded, Source
 from appliance.handover.terms import Terms
 from appliance.record import ShardRecord
 from appliance.slabs.devices import backend
-from appliance.tensors.attachment import attach
 from appliance.tensors.checksum import slab_checksums
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import set_flags
@@ -273,19 +272,11 @@ class _Taker:
         keep: bool = False,
     ) -> None:
         """Attach the shard; its descriptors are closed unless they are to be kept."""
-        device = backend(record.device)
-        mappings = []
+        device, sizes = backend(record.device), record.slab_sizes
         try:
-            with collector.paused():
-                for slab, size_bytes in zip(slabs, record.slab_sizes, strict=True):
-                    mappings.append(device.map(slab, size_bytes))
-                decoded = layouts.decode(layout)
-                attach(module, decoded, mappings, copy=self.terms.copy, stage=stage, opaque=self.source.opaque)
-                set_flags(module, record.flags)
+            bind(module, layout, device, slabs, sizes, copy=self.terms.copy, stage=stage, opaque=self.source.opaque)
+            set_flags(module, record.flags)
         finally:
-            # Tensors keep what they lie in mapped; the descriptors are needed no longer.
-            for mapping in mappings:
-                mapping.close()
             if not keep:
                 close_all(slabs)
 

@@ -6,7 +6,7 @@ it for writing. `CudaMapping` does not, which guards against mistakes and not ag
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +15,7 @@ from appliance.descriptors import Descriptor
 from appliance.errors import ApplianceError, HostError, PeerError, ResourceError
 from appliance.quantities import format_size
 from appliance.slabs.cuda_driver import OPERATING_SYSTEM, OUT_OF_MEMORY, CudaDevice, CudaError, open_device
+from appliance.slabs.interface import Mapping, mapped_one_by_one
 
 # What the driver says of a descriptor that is no memory of this GPU, or less of it than announced.
 _NOT_A_SLAB = frozenset(
@@ -60,6 +61,11 @@ class CudaBackend:
         3. it is memory of this GPU, and not of another that this one can reach
         """
         return CudaMapping(self.gpu, descriptor, size_bytes)
+
+    def map_all(self, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> list[Mapping]:
+        """Return the slabs of a shard, as `interface.Backend.map_all`."""
+        with self.gpu.current():
+            return mapped_one_by_one(self, descriptors, sizes_bytes)
 
 
 class CudaSlab:

@@ -7,6 +7,7 @@ when a device is opened, so that nobody needs it who has no GPU.
 import contextlib
 import ctypes
 import os
+import threading
 import uuid as uuids
 import weakref
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ class CudaDevice:
         self.uuid = uuid
         self.ordinal = ordinal
         self._cuda = cuda
+        self._pushed = threading.local()
         self._device = _checked(cuda, "cuDeviceGet", ordinal)
         for name, what in _NEEDED.items():
             if not self._attribute(name):
@@ -90,6 +92,22 @@ class CudaDevice:
         self.granularity_bytes = int(
             self._call("cuMemGetAllocationGranularity", self._properties(), self._granularity_option())
         )
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Keep the context current in this thread for all calls of the block: each by itself would push and pop it."""
+        if self._is_current():
+            yield
+            return
+        # Pushed and popped: the thread's own current device, which torch chose, is none of our business.
+        _checked(self._cuda, "cuCtxPushCurrent", self._context)
+        self._pushed.here = True
+        try:
+            yield
+        finally:
+            self._pushed.here = False
+            # It fails only where nothing is pushed; raising would lose what the block has given.
+            self._cuda.cuCtxPopCurrent()
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -184,18 +202,11 @@ class CudaDevice:
         return self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        with self._current():
+        with self.current():
             return _checked(self._cuda, name, *arguments)
 
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        # Pushed and popped: the thread's own current device, which torch chose, is none of our business.
-        _checked(self._cuda, "cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            # It fails only where nothing is pushed; raising would lose what the call inside has given.
-            self._cuda.cuCtxPopCurrent()
+    def _is_current(self) -> bool:
+        return getattr(self._pushed, "here", False)
 
 
 class CudaKernel:

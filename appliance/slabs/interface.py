@@ -4,6 +4,8 @@ The one fact to know: a mapping lives until its last window is gone, whoever cal
 can never read unmapped memory.
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -104,6 +106,18 @@ class Backend(Protocol):
         PeerError if it is not a slab of exactly this size on this device that nobody can shrink; ResourceError where
         address space is short.
         """
+
+    def map_all(self, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> "list[Mapping]":
+        """Return the slabs of a shard in their order, each as `map`; where one is refused, none stays mapped."""
+
+
+def mapped_one_by_one(backend: Backend, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> list[Mapping]:
+    """Return what `Backend.map_all` does, for a backend that gains nothing by seeing all of them at once."""
+    with ExitStack() as undo:
+        pairs = zip(descriptors, sizes_bytes, strict=True)
+        mappings = [undo.enter_context(backend.map(descriptor, size_bytes)) for descriptor, size_bytes in pairs]
+        undo.pop_all()
+    return mappings
 
 
 def slab_bytes(backend: Backend, total_bytes: int) -> int:

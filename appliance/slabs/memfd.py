@@ -7,6 +7,7 @@ kills its writer with SIGBUS instead of telling it.
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +15,7 @@ from appliance import memfd
 from appliance.descriptors import Descriptor
 from appliance.errors import HostError, PeerError, ResourceError
 from appliance.quantities import format_size
+from appliance.slabs.interface import Mapping, mapped_one_by_one
 from appliance.slabs.memory import available_bytes
 
 
@@ -44,6 +46,10 @@ class MemfdBackend:
         if stat.st_blocks * 512 < size_bytes:
             raise PeerError(f"slab: only {stat.st_blocks * 512} of its {size_bytes} bytes are in memory")
         return MemfdMapping(fd, size_bytes)
+
+    def map_all(self, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> list[Mapping]:
+        """Return the slabs of a shard, as `interface.Backend.map_all`."""
+        return mapped_one_by_one(self, descriptors, sizes_bytes)
 
 
 class MemfdSlab:

@@ -1,6 +1,7 @@
 """Gives a module the tensors of a shard: its parameters where they lie, a private copy of everything else."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from appliance.quantities import format_size
 from appliance.slabs.interface import Mapping
 from appliance.tensors.homes import Home, Stage, homes, remove
 from appliance.tensors.inventory import walk
+from appliance.tensors.slot import Slot
 from appliance.tensors.storage import Blanks, copy_bytes, empty, over, storage_part, torch_device, typed
 
 _CPU = torch.device("cpu")
@@ -25,27 +27,48 @@ def attach(
     stage: Stage = "loaded",
     opaque: Collection[type] = (),
 ) -> None:
-    """Bind every tensor of a shard in a skeleton of its module; what `pack` leaves of the original is such a skeleton.
+    """Bind every tensor of a shard in a skeleton of its module; errors as of `place` and `Placement.bind`."""
+    place(module, layout, stage=stage, opaque=opaque).bind(mappings, copy=copy)
 
-    Shared regions are read where they lie, unless `copy`: then everything is copied, and no mapping is needed any more.
-    Every tensor is made before the first is bound, so that on any error the module is what it was.
 
-    1. the mappings are the slabs of the layout: PeerError
-    2. each tensor of the shard has a home in the module, each tensor of the module is one of the shard's, and they are
-       alike, as far as `homes` asks of the stage: TensorError, naming the first few places
-    3. there is memory for the private copies: ResourceError
+def place(module: nn.Module, layout: Layout, *, stage: Stage = "loaded", opaque: Collection[type] = ()) -> "Placement":
+    """Return where in a skeleton of its module each tensor of a shard goes; needs none of the shard's bytes.
+
+    What `pack` leaves of the original is such a skeleton. TensorError, naming the first few places, unless each tensor
+    of the shard has a home in the module, each tensor of the module is one of the shard's, and they are alike, as far
+    as `homes` asks of the stage.
     """
-    sizes = tuple(mapping.size_bytes for mapping in mappings)
-    if sizes != layout.slab_sizes:
-        raise PeerError(f"slabs of {list(sizes)} bytes are mapped, the layout has {list(layout.slab_sizes)}")
     found, extra = homes(walk(module, opaque=opaque), layout, stage)
-    # A tensor made in inference mode could not be used outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        tensors = _tensors(layout, found, _memory(layout, mappings, copy=copy), _device(mappings))
-    for slot in extra:
-        remove(slot)
-    for (slot, _, _), tensor in zip(found, tensors, strict=True):
-        slot.put(tensor)
+    return Placement(layout, found, extra)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A home for each tensor of a layout, in a module of which nothing has changed yet."""
+
+    layout: Layout
+    homes: Sequence[Home]
+    extra: Sequence[Slot]
+
+    def bind(self, mappings: Sequence[Mapping], *, copy: bool = False) -> None:
+        """Give the module its tensors, once.
+
+        Shared regions are read where they lie, unless `copy`: then everything is copied, and no mapping is needed any
+        more. Every tensor is made before the first is bound, so that on any error the module is what it was.
+
+        1. the mappings are the slabs of the layout: PeerError
+        2. there is memory for the private copies: ResourceError
+        """
+        layout, sizes = self.layout, tuple(mapping.size_bytes for mapping in mappings)
+        if sizes != layout.slab_sizes:
+            raise PeerError(f"slabs of {list(sizes)} bytes are mapped, the layout has {list(layout.slab_sizes)}")
+        # A tensor made in inference mode could not be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = _tensors(layout, self.homes, _memory(layout, mappings, copy=copy), _device(mappings))
+        for slot in self.extra:
+            remove(slot)
+        for (slot, _, _), tensor in zip(self.homes, tensors, strict=True):
+            slot.put(tensor)
 
 
 def _device(mappings: Sequence[Mapping]) -> torch.device:

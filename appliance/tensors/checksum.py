@@ -73,13 +73,7 @@ def slab_checksums(device: str, slabs: Sequence[Descriptor], slab_sizes: Sequenc
     PeerError where a descriptor is not a slab of that device and size, ResourceError where it cannot be mapped.
     """
     with ExitStack() as stack:
-        place = backend(device)
-        return checksums(
-            [
-                stack.enter_context(place.map(slab, size_bytes))
-                for slab, size_bytes in zip(slabs, slab_sizes, strict=True)
-            ]
-        )
+        return checksums([stack.enter_context(mapping) for mapping in backend(device).map_all(slabs, slab_sizes)])
 
 
 def make_ready(device: str) -> None:

@@ -21,7 +21,7 @@ from bench.gpu.sampler import used_bytes
 
 MIB = 1 << 20
 ALONE_TIMEOUT_S = 10.0
-TIMES = ("total", "describe", "receive", "map", "assign", "first_use", "context")
+TIMES = ("total", "describe", "receive", "bind", "map", "first_use", "context")
 
 
 def main() -> int:

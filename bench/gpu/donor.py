@@ -43,7 +43,7 @@ def donate(rig: Rig, client: KeeperClient, rank: int, *, index: int) -> None:
         packed = pack(model, slabs, slab_bytes=rig.slab_bytes)
         synchronize()
     pack_s = time.monotonic() - started
-    mappings = [slabs.map(slab, size) for slab, size in zip(packed.slabs, packed.layout.slab_sizes, strict=True)]
+    mappings = slabs.map_all(packed.slabs, packed.layout.slab_sizes)
     started = time.monotonic()
     found = checksums(mappings)
     checksum_s = time.monotonic() - started
