@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-HEALTH_PORT = 18011
 READY_TIMEOUT_S = 420.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.1
@@ -19,7 +18,7 @@ POLL_S = 0.1
 
 @contextmanager
 def preloaded(
-    model: Path, arguments: Sequence[str], environ: dict[str, str], *, sockets: Path, log: Path
+    model: Path, arguments: Sequence[str], environ: dict[str, str], *, sockets: Path, port: int, log: Path
 ) -> Iterator[float]:
     """Run the daemon until the block ends; yield after how many seconds it had the weights.
 
@@ -28,12 +27,12 @@ def preloaded(
     sockets.mkdir(mode=0o700, exist_ok=True)
     argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "preload", "--model", str(model)]
     argv += ["--weight-cache-socket-dir", str(sockets)]
-    argv += ["--weight-cache-health-host", "127.0.0.1", "--weight-cache-health-port", str(HEALTH_PORT), *arguments]
+    argv += ["--weight-cache-health-host", "127.0.0.1", "--weight-cache-health-port", str(port), *arguments]
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(argv, stdout=file, stderr=file, env=environ)
         try:
-            while not _is_ready():
+            while not _is_ready(port):
                 if process.poll() is not None:
                     raise RuntimeError(f"vllm preload ended with status {process.returncode}: {log.read_text()[-500:]}")
                 if time.monotonic() - began > READY_TIMEOUT_S:
@@ -54,9 +53,9 @@ def cached_arguments(sockets: Path) -> list[str]:
     return ["--load-format", "ipc_cache", "--model-loader-extra-config", json.dumps(config)]
 
 
-def _is_ready() -> bool:
+def _is_ready(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{HEALTH_PORT}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

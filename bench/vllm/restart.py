@@ -1,6 +1,7 @@
 """What a restart of vLLM costs, phase by phase: attached to a keeper's weights, and reading them from disk.
 
-    python -m bench.vllm.restart --out DIR --work DIR --checkpoint DIR [--rounds 2] [--gpu] [--preload] [-- ARGUMENT...]
+    python -m bench.vllm.restart --out DIR --work DIR --checkpoint DIR [--rounds 2] [--gpu [N]] [--preload]
+        [-- ARGUMENT...]
 
 With --preload also from vLLM's own weight cache, which wants a GPU and vLLM 0.31 or later. The same folder is served in
 every way, so that all find the same compiled graphs; what is compiled at first is no part of
@@ -34,7 +35,6 @@ from bench.gpu.sampler import used_bytes
 from bench.vllm.preload import cached_arguments, preloaded
 from tests.sites import MODEL, Site
 
-PORT = 18010
 READY_TIMEOUT_S = 420.0
 STOP_TIMEOUT_S = 90.0
 PROMPT = "The capital of France is"
@@ -81,10 +81,34 @@ class Start:
         return phases
 
 
+@dataclass(frozen=True)
+class Place:
+    """The port that an engine is asked at, and the GPU that it runs on, by its number on this host."""
+
+    port: int
+    gpu: int | None
+
+    def used_mib(self) -> int:
+        """Return the memory in use on the GPU, 0 where there is none."""
+        return 0 if self.gpu is None else used_bytes(gpus()[self.gpu].uuid) >> 20
+
+    def get(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Return what the engine answers, None where it does not."""
+        data = None if body is None else json.dumps(body).encode()
+        url = f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                text = answer.read()
+                return json.loads(text) if text.strip() else {}
+        except (urllib.error.URLError, OSError, ValueError):
+            return None
+
+
 @contextmanager
-def started(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterator[Start]:
+def started(argv: Sequence[str], environ: dict[str, str], log: Path, place: Place) -> Iterator[Start]:
     """Run an engine until it has answered once, and end it."""
-    start, began = Start(before_mib=used_mib()), time.monotonic()
+    start, began = Start(before_mib=place.used_mib()), time.monotonic()
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
     ended = threading.Event()
 
@@ -98,17 +122,17 @@ def started(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterator
 
     def sample() -> None:
         while not ended.wait(SAMPLE_S):
-            start.peak_mib = max(start.peak_mib, used_mib())
+            start.peak_mib = max(start.peak_mib, place.used_mib())
 
     threads = [threading.Thread(target=read), threading.Thread(target=sample)]
     for thread in threads:
         thread.start()
     try:
-        _wait(lambda: _get("/health") is not None, process)
+        _wait(lambda: place.get("/health") is not None, process)
         start.healthy_s = time.monotonic() - began
-        answer = _get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0})
+        answer = place.get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0})
         start.first_token_s = time.monotonic() - began
-        more = _get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0})
+        more = place.get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0})
         assert answer is not None
         assert more is not None
         start.text = more["choices"][0]["text"]
@@ -124,12 +148,6 @@ def started(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterator
             thread.join()
 
 
-def used_mib() -> int:
-    """Return the memory in use on the first GPU, 0 where there is none."""
-    # Without a GPU there may be no NVML to ask, either.
-    return sum(used_bytes(gpu.uuid) for gpu in gpus()[:1]) >> 20
-
-
 def _wait(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not holds():
@@ -138,17 +156,6 @@ def _wait(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the engine does not get ready")
         time.sleep(0.02)
-
-
-def _get(path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read()
-            return json.loads(text) if text.strip() else {}
-    except (urllib.error.URLError, OSError, ValueError):
-        return None
 
 
 @contextmanager
@@ -217,7 +224,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="a folder on the checkpoint's file system")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--gpu", type=int, nargs="?", const=0, metavar="N", help="run on a GPU, 0 if not said which")
+    parser.add_argument("--port", type=int, default=18010, help="of the engine; vLLM's weight cache takes the next")
     parser.add_argument("--preload", action="store_true", help="measure vLLM's own weight cache too")
     parser.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE", help="of vLLM")
     parser.add_argument("arguments", nargs="*", help="of vLLM, after --")
@@ -225,8 +233,9 @@ def main() -> int:
     out: Path = given.out
     out.mkdir(parents=True, exist_ok=True)
     variables = dict(pair.split("=", 1) for pair in given.environment)
-    engine: dict[str, Any] = {"kind": "vllm", "port": PORT, "args": given.arguments, "environment": variables}
-    settings: dict[str, Any] = {"gpus": [0]} if given.gpu else {}
+    place = Place(given.port, given.gpu)
+    engine: dict[str, Any] = {"kind": "vllm", "port": place.port, "args": given.arguments, "environment": variables}
+    settings: dict[str, Any] = {} if place.gpu is None else {"gpus": [place.gpu]}
     site = Site(given.work, given.checkpoint, copy=os.link, engine=engine, wait=READY_TIMEOUT_S, **settings)
     target = site.target()
     environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
@@ -234,9 +243,9 @@ def main() -> int:
     starts: dict[str, list[Start]] = {"attached": []}
     results: dict[str, Any] = {"checkpoint_bytes": sum(path.stat().st_size for path in given.checkpoint.iterdir())}
     with keeping(site, out / "keeper.txt") as resident_s:
-        results |= {"resident_s": round(resident_s, 2), "resident_mib": used_mib()}
+        results |= {"resident_s": round(resident_s, 2), "resident_mib": place.used_mib()}
         for number in range(given.rounds + 1):
-            with started(attach, environ, out / f"attached-{number}.txt") as start:
+            with started(attach, environ, out / f"attached-{number}.txt", place) as start:
                 starts["attached"].append(start)
     # The weights are linked there beside the configs.
     folder = target.manifest.directories.state / "configs" / target.identity.root_digest
@@ -247,7 +256,8 @@ def main() -> int:
     def measure(kind: str, *arguments: str) -> None:
         starts[kind] = []
         for number in range(given.rounds):
-            with started([*serve, *arguments], environ, out / f"{kind.replace(' ', '-')}-{number}.txt") as start:
+            log = out / f"{kind.replace(' ', '-')}-{number}.txt"
+            with started([*serve, *arguments], environ, log, place) as start:
                 starts[kind].append(start)
 
     def tell() -> None:
@@ -258,8 +268,11 @@ def main() -> int:
     tell()
     if given.preload:
         sockets = given.work / "sockets"
-        with preloaded(folder, given.arguments, environ, sockets=sockets, log=out / "preload.txt") as preloaded_s:
-            results |= {"preloaded_s": round(preloaded_s, 2), "preloaded_mib": used_mib()}
+        daemon = preloaded(
+            folder, given.arguments, environ, sockets=sockets, port=place.port + 1, log=out / "preload.txt"
+        )
+        with daemon as preloaded_s:
+            results |= {"preloaded_s": round(preloaded_s, 2), "preloaded_mib": place.used_mib()}
             measure("vllm preload", *cached_arguments(sockets))
         tell()
     print(shown(summary(starts)), flush=True)
