@@ -48,6 +48,8 @@ Result = TypeVar("Result")
 ENGINES = ("disk", "donated", "attached")
 ENGINE = {"kind": "vllm", "environment": vllm_process.ENGINE_SETTINGS}
 ARGUMENTS = ["--max-model-len", "256", "--enforce-eager"]
+# Before the first engine's environment names a cache of its own.
+CACHE = default_cache()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _refusal_to_reload(llm: Any) -> str:
 
 def _site(row: Row, folder: Path) -> Site:
     if row.architecture == REAL:
-        checkpoint = obtain(default_cache(), on_progress=lambda line: None)
+        checkpoint = obtain(CACHE, on_progress=lambda line: None)
     else:
         checkpoint = make_checkpoint(folder / "made", architecture=row.architecture, method=row.method)
     arguments = [*ARGUMENTS, *row.arguments]
