@@ -186,9 +186,12 @@ def _forget() -> None:
 
 
 def _clean_up() -> None:
+    import torch
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
+    # Before 0.30 vLLM leaves the dtype of a model that it could not build, and the next checkpoint is made with it.
+    torch.set_default_dtype(torch.float32)
 
 
 def main() -> None:
