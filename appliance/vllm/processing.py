@@ -20,6 +20,9 @@ _DERIVED = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "
 # Backends for experts that are not quantized, which lay them out where they are.
 _REWRITING = frozenset({"FLASHINFER_TRTLLM"})
 
+# What vLLM marks a parameter with that it lets go of, as since 0.33.
+_LET_GO = "requantization_source"
+
 
 def quantizes_while_loading(module: torch.nn.Module, stage: Stage) -> bool:
     """Tell whether vLLM quantizes each layer of a new module as soon as it has read it, and finishes that afterwards.
@@ -39,7 +42,8 @@ def quantizes_while_loading(module: torch.nn.Module, stage: Stage) -> bool:
 def process_loaded(module: torch.nn.Module, process: Process) -> None:
     """Post-process weights that are as the checkpoint has them."""
     _own_what_is_rewritten(module)
-    process(module)
+    with _replaced_elsewhere(module):
+        process(module)
 
 
 def process_again(module: torch.nn.Module, process: Process) -> None:
@@ -72,6 +76,24 @@ def _own_what_is_rewritten(module: torch.nn.Module) -> None:
             continue
         for parameter in part.parameters(recurse=False):
             parameter.data = parameter.data.clone()
+
+
+@contextlib.contextmanager
+def _replaced_elsewhere(module: torch.nn.Module) -> Iterator[None]:
+    """Have vLLM make a new parameter of each that it lays out anew, and write to none.
+
+    Since 0.33 it writes to where the old one lies, but for one that it quantizes again, and lets go of: that is marked.
+    """
+    own = {parameter for parameter in module.parameters() if hasattr(parameter, _LET_GO)}
+    marked = set(module.parameters()) - own
+    for parameter in marked:
+        setattr(parameter, _LET_GO, True)
+    try:
+        yield
+    finally:
+        # What is made of a parameter may get its attributes.
+        for parameter in (marked | set(module.parameters())) - own:
+            vars(parameter).pop(_LET_GO, None)
 
 
 @contextlib.contextmanager

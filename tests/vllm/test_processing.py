@@ -113,6 +113,43 @@ def test_what_a_method_may_write_to_is_copied_before_and_nothing_else(method: ob
     assert mapped.isdisjoint(found) == is_own
 
 
+def replace_parameter(layer: Any, name: str, tensor: torch.Tensor) -> None:
+    """Do as vLLM 0.33 does: write to where the old one lies if it can, unless that is let go of."""
+    old, attributes = getattr(layer, name), dict(vars(tensor))
+    if getattr(old, "requantization_source", False):
+        old = nn.Parameter(tensor.detach(), requires_grad=False)
+        setattr(layer, name, old)
+    else:
+        old.data.copy_(tensor.data)
+    for attribute, value in attributes.items():
+        setattr(old, attribute, value)
+
+
+def test_what_is_laid_out_anew_is_not_written_to_where_it_lies() -> None:
+    module = module_of(UnquantizedMethod("CPU"), UnquantizedMethod("CPU"))
+    anew, as_it_is = module.children()
+    mapped = anew.get_parameter("weight"), as_it_is.get_parameter("weight")
+    before = [weight.detach().clone() for weight in mapped]
+
+    def process(module: nn.Module) -> None:
+        replace_parameter(anew, "weight", mapped[0].detach() * 2)
+        replace_parameter(as_it_is, "weight", mapped[1])
+
+    process_loaded(module, process)
+    assert all(map(torch.equal, mapped, before)), "written to"
+    assert torch.equal(anew.get_parameter("weight"), before[0] * 2)
+    assert as_it_is.get_parameter("weight").data_ptr() == mapped[1].data_ptr(), "copied in vain"
+    assert not any(hasattr(weight, "requantization_source") for weight in (*mapped, *module.parameters()))
+
+
+def test_a_parameter_that_vllm_lets_go_of_itself_stays_one() -> None:
+    module = module_of(UnquantizedMethod())
+    weight = next(module.parameters())
+    vars(weight)["requantization_source"] = True
+    process_loaded(module, lambda module: None)
+    assert vars(weight)["requantization_source"]
+
+
 def test_weights_that_are_quantized_while_they_are_loaded_are_taken_as_processed_alone() -> None:
     module = module_of(SimpleNamespace(uses_meta_device=False), SimpleNamespace(uses_meta_device=True))
     assert quantizes_while_loading(module, "processed")
