@@ -44,7 +44,7 @@ ENDS = (
     ("imports of the server", r"vLLM API server version|Resolved architecture"),
     ("configuration", r"Initializing a V1 LLM engine"),
     ("distributed init", r"world_size=\d+ rank=\d+"),
-    ("worker, model runner", r"Starting to load model"),
+    ("worker, model runner", r"Starting to load model|Loading model from scratch"),
     # On a CPU nothing is said before memory is set aside, which takes none.
     ("weights", r"Model loading took|GiB for KV cache"),
     ("compiled graphs", r"torch\.compile (takes|took)|Directly load"),
@@ -79,6 +79,11 @@ class Start:
                 last_s, position = self.lines[found][0], found + 1
         phases["first token"] = self.first_token_s - last_s
         return phases
+
+    def worker_s(self) -> dict[str, float]:
+        """Return how long the steps of attaching took in the slowest worker, as an attached engine tells it."""
+        told = next((line for _, line in self.lines if line.startswith("weights: ")), "")
+        return {name: float(seconds) for name, seconds in re.findall(r"worker\.(\w+) ([\d.]+) s", told)}
 
 
 @dataclass(frozen=True)
@@ -199,12 +204,14 @@ def summary(starts: dict[str, list[Start]]) -> dict[str, Any]:
             "first_token_s": [round(start.first_token_s, 2) for start in measured],
             "before_mib": [start.before_mib for start in measured],
             "peak_mib": [start.peak_mib for start in measured],
+            "worker_s": [start.worker_s() for start in measured],
+            "texts": [start.text for start in all_of_them],
             "phases_s": {
                 name: round(statistics.median(found[name] for found in phases if name in found), 3) for name in names
             },
         }
     texts = {start.text for all_of_them in starts.values() for start in all_of_them}
-    return {"kinds": kinds, "same_text": len(texts) == 1, "text": sorted(texts)}
+    return {"kinds": kinds, "same_text": len(texts) == 1}
 
 
 def shown(results: dict[str, Any]) -> str:
