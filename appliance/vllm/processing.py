@@ -4,13 +4,14 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from appliance.errors import ConfigError
 from appliance.tensors.homes import Stage
-from appliance.tensors.inventory import TensorError
+from appliance.tensors.inventory import TensorError, walk
+from appliance.tensors.slot import Slot
 
 Process = Callable[[torch.nn.Module], None]
 
@@ -41,20 +42,21 @@ def quantizes_while_loading(module: torch.nn.Module, stage: Stage) -> bool:
 
 def process_loaded(module: torch.nn.Module, process: Process) -> None:
     """Post-process weights that are as the checkpoint has them."""
-    _own_what_is_rewritten(module)
-    with _replaced_elsewhere(module):
+    copied = _own_what_is_rewritten(module)
+    with _replaced_elsewhere(module, set(module.parameters()) - copied):
         process(module)
 
 
-def process_again(module: torch.nn.Module, process: Process) -> None:
+def process_again(module: torch.nn.Module, process: Process, *, opaque: Collection[type] = ()) -> None:
     """Rebuild what post-processing left beside tensors, where this vLLM can do no more than that.
 
-    Where it cannot, a shard is `processed` only if nothing but tensors was changed. TensorError where it breaks off.
+    Tensors stay those of the shard: vLLM's own mode moves some, as scales of attention to the host. Where it cannot, a shard is `processed` only if nothing but tensors was changed. TensorError where it breaks off.
     """
     with _already_processed() as rebuilds:
         # Every one or none: vLLM breaks off at the first that does not support it.
         if not rebuilds or not _can_be_rebuilt(module):
             return
+        given = list(walk(module, opaque=opaque).slots.values())
         try:
             with _derived_set_aside(module):
                 process(module)
@@ -62,13 +64,19 @@ def process_again(module: torch.nn.Module, process: Process) -> None:
             raise
         except RuntimeError as error:
             raise TensorError(f"vLLM does not process these weights once more: {error}") from error
+        for slot in given:
+            if _now(slot) is not slot.value:
+                slot.put(slot.value)
 
 
-def _own_what_is_rewritten(module: torch.nn.Module) -> None:
+def _own_what_is_rewritten(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Copy the mapped parameters that a quantization method may write to where they lie: the mapping is read-only.
+
+    Return them.
 
     Methods of layers that are not quantized replace parameters, and write to none, but for one kernel of experts.
     """
+    copied = set()
     for part in module.modules():
         method = getattr(part, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
@@ -76,16 +84,18 @@ def _own_what_is_rewritten(module: torch.nn.Module) -> None:
             continue
         for parameter in part.parameters(recurse=False):
             parameter.data = parameter.data.clone()
+            copied.add(parameter)
+    return copied
 
 
 @contextlib.contextmanager
-def _replaced_elsewhere(module: torch.nn.Module) -> Iterator[None]:
-    """Have vLLM make a new parameter of each that it lays out anew, and write to none.
+def _replaced_elsewhere(module: torch.nn.Module, mapped: set[torch.nn.Parameter]) -> Iterator[None]:
+    """Have vLLM make a new parameter of each of these that it lays out anew, and write to none.
 
     Since 0.33 it writes to where the old one lies, but for one that it quantizes again, and lets go of: that is marked.
     """
     own = {parameter for parameter in module.parameters() if hasattr(parameter, _LET_GO)}
-    marked = set(module.parameters()) - own
+    marked = mapped - own
     for parameter in marked:
         setattr(parameter, _LET_GO, True)
     try:
@@ -106,6 +116,13 @@ def _already_processed() -> Iterator[bool]:
         return
     with weights_already_processed():
         yield True
+
+
+def _now(slot: Slot) -> object:
+    try:
+        return slot.get()
+    except (KeyError, IndexError):
+        return None
 
 
 def _can_be_rebuilt(module: torch.nn.Module) -> bool:

@@ -142,6 +142,14 @@ def test_what_is_laid_out_anew_is_not_written_to_where_it_lies() -> None:
     assert not any(hasattr(weight, "requantization_source") for weight in (*mapped, *module.parameters()))
 
 
+def test_what_is_copied_is_written_to_and_stays_the_parameter_that_its_method_knows() -> None:
+    module = module_of(SimpleNamespace())
+    (layer,) = module.children()
+    weight = layer.get_parameter("weight")
+    process_loaded(module, lambda module: replace_parameter(layer, "weight", weight.detach() * 2))
+    assert layer.get_parameter("weight") is weight
+
+
 def test_a_parameter_that_vllm_lets_go_of_itself_stays_one() -> None:
     module = module_of(UnquantizedMethod())
     weight = next(module.parameters())
