@@ -28,12 +28,22 @@ FileFacts = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
+class Reference:
+    """The object at another place of the same module."""
+
+    place: str
+
+
+@dataclass(frozen=True)
 class Flag:
-    """A plain value that loading set on a module, which goes by its name in the whole."""
+    """What loading set beside tensors: on a module, or on an object that one holds.
+
+    `place` is the names of modules and attributes that lead there from the whole, joined by dots.
+    """
 
     place: str
     name: str
-    value: bool | int | float | str | None
+    value: bool | int | float | str | Reference | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class ShardRecord:
             "signer": self.signer,
             "slab_sizes": self.slab_sizes,
             "checksums": self.checksums,
-            "flags": [(flag.place, flag.name, flag.value) for flag in self.flags],
+            "flags": [(flag.place, flag.name, _flag_json(flag.value)) for flag in self.flags],
             "files": self.files,
             "phases_s": self.phases_s,
         }
@@ -141,8 +151,14 @@ def _from_json(header: Any) -> ShardRecord:
     )
 
 
+def _flag_json(value: bool | int | float | str | Reference | None) -> Any:
+    return {"place": value.place} if isinstance(value, Reference) else value
+
+
 def _flag(fields: Any) -> Flag:
     place, name, value = _list(fields, 3)
+    if isinstance(value, dict) and value.keys() == {"place"}:
+        return Flag(_text(place, 1024), _text(name), Reference(_text(value["place"], 1024)))
     if type(value) not in (bool, int, float, str, type(None)):
         raise ValueError("a flag that is no plain value")
     return Flag(_text(place, 1024), _text(name), value)

@@ -44,6 +44,7 @@ class BuiltinSource:
     rank: Final = RANK
     stages: tuple[Stage, ...] = ("loaded",)  # transformers has nothing left to do to the weights once they are loaded
     opaque: Collection[type] = ()
+    unused: Collection[str] = ()
 
     def __init__(self, target: Target, folder: Path) -> None:
         self._target = target

@@ -30,7 +30,8 @@ class Source(Protocol):
 
     `device` is `cpu` or a GPU's UUID. `stages` are those at which its weights can be taken, the best one first: a donor
     goes on to the next where it cannot prove that a shard of this stage gives another process the same module.
-    `opaque` are classes of the engine's runtime objects, which hold no weights.
+    `opaque` are classes of the engine's runtime objects, which hold no weights; `unused` are names of attributes of
+    tensors that count for nothing once weights are loaded.
     """
 
     @property
@@ -47,6 +48,9 @@ class Source(Protocol):
 
     @property
     def opaque(self) -> Collection[type]: ...
+
+    @property
+    def unused(self) -> Collection[str]: ...
 
     def facts(self, configs: Mapping[str, bytes]) -> Mapping[str, object]:
         """Return every fact that shapes the weights' bytes, role, rank and stage apart."""

@@ -258,7 +258,7 @@ class _Taker:
         module = self.source.skeleton(loaded.configs)
         self._bind(module, layout, record, slabs, "processed", keep=True)
         module = self.source.finish(module, "processed")
-        if found := differences(loaded.module, module, opaque=self.source.opaque):
+        if found := differences(loaded.module, module, opaque=self.source.opaque, unused=self.source.unused):
             raise TensorError(f"another process would get another module: {named(found)}")
 
     def _bind(

@@ -22,14 +22,22 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
 
 
-def differences(one: nn.Module, other: nn.Module, *, values: bool = True, opaque: Collection[type] = ()) -> list[str]:
+def differences(
+    one: nn.Module,
+    other: nn.Module,
+    *,
+    values: bool = True,
+    opaque: Collection[type] = (),
+    unused: Collection[str] = (),
+) -> list[str]:
     """Return what differs between two modules, a line each; an empty list if they compute the same.
 
     1. the places that hold tensors, and how (parameter, buffer, persistent or not)
     2. class, dtype, shape, strides, device, gradient flag and bytes of each tensor
     3. which places hold the same object, and which tensors overlap in memory, and where
     4. unless `values` is false: the other attributes of everything that tensors were looked for in: numbers, strings
-       and the like by value, the rest by class. What sets a flag while it replaces a tensor shows here.
+       and the like by value, the rest by class. What sets a flag while it replaces a tensor shows here. Left out are
+       those attributes of tensors that nothing reads which computes, `unused`.
     """
     inventories = walk(one, opaque=opaque), walk(other, opaque=opaque)
     return [
@@ -37,7 +45,7 @@ def differences(one: nn.Module, other: nn.Module, *, values: bool = True, opaque
         *_differing(*inventories),
         *_tied(*inventories),
         *_overlapping(*inventories),
-        *(_valued(*inventories) if values else ()),
+        *(_valued(*inventories, frozenset(unused)) if values else ()),
     ]
 
 
@@ -103,21 +111,26 @@ def _memory(slots: list[Slot]) -> dict[Path, tuple[str, int]]:
     return places
 
 
-def _valued(one: Inventory, other: Inventory) -> Iterator[str]:
+def _valued(one: Inventory, other: Inventory, unused: frozenset[str]) -> Iterator[str]:
     for path, holder in one.holders.items():
-        if not _HOOKS.isdisjoint(path):
+        if not _HOOKS.isdisjoint(path) or _is_unused(holder, unused):
             continue
         if path not in other.holders:
             yield f"{shown(path) or 'the module'}: only in the first"
             continue
         here, there = _values(holder), _values(other.holders[path])
+        left_out = {f".{name}" for name in unused} if isinstance(holder, torch.Tensor) else ()
         for name in {**here, **there}:
-            if here.get(name) != there.get(name):
+            if name not in left_out and here.get(name) != there.get(name):
                 place = shown(path) + name
                 yield f"{place.removeprefix('.')}: {here.get(name, 'absent')} and {there.get(name, 'absent')}"
     for path in other.holders:
-        if path not in one.holders and _HOOKS.isdisjoint(path):
+        if path not in one.holders and _HOOKS.isdisjoint(path) and not _is_unused(other.holders[path], unused):
             yield f"{shown(path)}: only in the second"
+
+
+def _is_unused(holder: object, unused: frozenset[str]) -> bool:
+    return isinstance(holder, torch.Tensor) and attributes(holder).keys() <= unused
 
 
 def _values(holder: Any) -> dict[str, str]:

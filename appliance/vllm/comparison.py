@@ -52,7 +52,7 @@ def _compared(source: VllmSource, terms: Terms) -> Compared:
     try:
         stage = stage_of(weights.record)
         loaded = source.load(stage, lambda text: None)
-        found = differences(loaded.module, weights.module, opaque=source.opaque)
+        found = differences(loaded.module, weights.module, opaque=source.opaque, unused=source.unused)
         return Compared(source.role, source.rank, stage, tuple(found))
     finally:
         if weights.client is not None:

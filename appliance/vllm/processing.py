@@ -50,7 +50,8 @@ def process_loaded(module: torch.nn.Module, process: Process) -> None:
 def process_again(module: torch.nn.Module, process: Process, *, opaque: Collection[type] = ()) -> None:
     """Rebuild what post-processing left beside tensors, where this vLLM can do no more than that.
 
-    Tensors stay those of the shard: vLLM's own mode moves some, as scales of attention to the host. Where it cannot, a shard is `processed` only if nothing but tensors was changed. TensorError where it breaks off.
+    Tensors stay those of the shard: vLLM's own mode moves some, as scales of attention to the host. Where there is no
+    such mode, a shard is `processed` only if nothing but tensors was changed. TensorError where it breaks off.
     """
     with _already_processed() as rebuilds:
         # Every one or none: vLLM breaks off at the first that does not support it.

@@ -54,6 +54,8 @@ class VllmSource:
     opaque: Collection[type] = tuple(
         kind for kind in vars(vllm.config).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     )
+    # What reads a checkpoint into a tensor; weights are never loaded anew where they are attached.
+    unused: Collection[str] = ("weight_loader", "_weight_loader")
 
     def __init__(
         self,
@@ -119,14 +121,14 @@ class VllmSource:
             raise TrustError(f"checkpoint {identity.root}: {changed[0]} changed while it was loaded")
         if stage == "processed":
             self._process(module)
-        flags = flags_of(module, self._built(torch.device("meta")))
+        flags = flags_of(module, self._built(torch.device("meta")), inner=stage == "processed", opaque=self.opaque)
         built = time.monotonic()
         phases = {"verify": verified - began, "build": built - verified, "load": built - began}
         return Loaded(module.eval(), configs, stats, phases, flags)
 
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
         if stage == "processed":
-            process_again(module, self._process)
+            process_again(module, self._process, opaque=self.opaque)
         elif self._needs_all:
             process_loaded(module, self._process)
         return module.eval()

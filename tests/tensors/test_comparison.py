@@ -146,6 +146,17 @@ def test_a_change_of_a_flag_alone_can_be_left_out() -> None:
     assert differences(_model(), model, values=False) == []
 
 
+def test_attributes_of_tensors_that_nothing_computes_with_can_be_left_out() -> None:
+    model, copy = nn.Linear(2, 2), nn.Linear(2, 2)
+    copy.load_state_dict(model.state_dict())
+    model.weight.loader, model.weight.scale = print, 2  # type: ignore[attr-defined]
+    model.bias.loader = print  # type: ignore[attr-defined]
+    assert len(differences(model, copy)) == 2
+    assert differences(model, copy, unused=("loader",)) == ["weight: only in the first"]
+    copy.weight.scale = 2  # type: ignore[attr-defined]
+    assert differences(model, copy, unused=("loader",)) == differences(copy, model, unused=("loader",)) == []
+
+
 def test_hooks_are_compared_by_their_order_and_not_by_their_numbers() -> None:
     one, other = _model(), _model()
     for model in (one, other):

@@ -1,13 +1,15 @@
 """What loading sets on modules beside tensors comes along, and nothing else does."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from appliance.errors import PeerError
-from appliance.record import MAX_FLAGS, Flag
+from appliance.record import MAX_FLAGS, Flag, Reference
+from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of, set_flags
 from appliance.tensors.inventory import TensorError
 
@@ -67,6 +69,63 @@ def test_a_place_that_the_module_has_not_is_named() -> None:
 def test_a_name_of_pythons_own_is_refused() -> None:
     with pytest.raises(PeerError, match="__class__"):
         set_flags(module(), [Flag("0", "__class__", None)])
+
+
+class Kernel:
+    """What a layer computes with, as engines have them beside their modules."""
+
+    def __init__(self) -> None:
+        self.width: int | None = None
+        self.inner: Kernel | None = None
+
+
+def with_kernel() -> nn.Module:
+    layer: Any = nn.Linear(2, 2)
+    layer.kernel = Kernel()
+    layer.kernel.inner = Kernel()
+    return nn.Sequential(layer)
+
+
+def test_what_loading_set_on_an_object_that_a_module_holds_is_set_on_another_ones() -> None:
+    loaded: Any = with_kernel()
+    loaded[0].kernel.inner.width = 3
+    skeleton: Any = with_kernel()
+    assert flags_of(loaded, skeleton) == ()  # not asked for
+    flags = flags_of(loaded, skeleton, inner=True)
+    assert flags == (Flag("0.kernel.inner", "width", 3),)
+    set_flags(skeleton, flags)
+    assert skeleton[0].kernel.inner.width == 3
+    assert flags_of(loaded, skeleton, inner=True) == ()
+
+
+def test_an_object_that_a_module_refers_to_is_its_own_one_in_another_process() -> None:
+    loaded, skeleton = with_kernel(), with_kernel()
+    layer: Any = loaded.get_submodule("0")
+    layer.provider = layer.kernel.inner
+    flags = flags_of(loaded, skeleton, inner=True)
+    assert flags == (Flag("0", "provider", Reference("0.kernel.inner")),)
+    set_flags(skeleton, flags)
+    layer = skeleton.get_submodule("0")
+    assert layer.provider is layer.kernel.inner
+    assert not differences(loaded, with_same_weights(skeleton, loaded))
+
+
+def with_same_weights(module: nn.Module, other: nn.Module) -> nn.Module:
+    module.load_state_dict(other.state_dict())
+    return module
+
+
+def test_what_may_be_an_address_is_no_flag() -> None:
+    loaded, skeleton = module(), module()
+    loaded.handle = 0x7F65_9000_0000  # type: ignore[assignment]
+    loaded.count = 1 << 30  # type: ignore[assignment]
+    assert flags_of(loaded, skeleton) == (Flag("", "count", 1 << 30),)
+
+
+@pytest.mark.parametrize("place", ["0.kernel.none", "0.kernel.__class__", "0.forward", "0.kernel.width"])
+def test_an_object_that_is_not_there_is_named(place: str) -> None:
+    with pytest.raises(PeerError, match="has not"):
+        set_flags(with_kernel(), [Flag("0", "provider", Reference(place))])
 
 
 def test_too_many_are_refused() -> None:

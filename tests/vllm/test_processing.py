@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from appliance.errors import ConfigError
+from appliance.tensors.comparison import differences
+from appliance.tensors.flags import flags_of, set_flags
 from appliance.tensors.inventory import TensorError
 from appliance.vllm.processing import process_again, process_loaded, quantizes_while_loading
+from tests.tensors.shards import Shard
 
 
 class Mode:
@@ -195,6 +198,49 @@ def test_what_attention_derives_is_not_written_to_where_it_lies(mode: Mode) -> N
     assert mapped._version == version, "written to"
     assert (attention.ready, attention.W_UV is mapped, attention.own is own) == (True, True, True)
     assert [name for name, _ in attention.named_parameters()] == ["weight", "own", "W_UV"]
+
+
+class Kernel:
+    def __init__(self) -> None:
+        self.width: int | None = None
+
+
+class Quantized(nn.Module):
+    """A layer as vLLM has them in fp8: its kernel notes the width of a weight; its scale moves in the other mode."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3, device=device), requires_grad=False)
+        self.weight.weight_loader = never  # type: ignore[attr-defined]
+        self.scale = torch.ones(1, device=device)
+        self.quant_method = SimpleNamespace(supports_pre_processed_weights=True, kernel=Kernel())
+
+    def process(self, *, again: bool) -> None:
+        if again:
+            self.scale = self.scale.double()
+            return
+        loader = self.weight.weight_loader  # type: ignore[attr-defined]
+        self.weight = nn.Parameter(self.weight.data.t(), requires_grad=False)
+        self.weight.weight_loader = loader  # type: ignore[attr-defined]
+        kernel = self.quant_method.kernel
+        kernel.width = self.weight.shape[1]
+        self.warmed_up = kernel
+
+
+def test_what_a_kernel_notes_beside_its_weight_comes_along(mode: Mode) -> None:
+    loaded, attached = Quantized("cpu"), Quantized("meta")
+    loaded.process(again=False)
+    flags = flags_of(loaded, Quantized("meta"), inner=True)
+    made = Shard(loaded)
+    for module in (loaded, attached):
+        made.attach(module, stage="processed")
+    made.close()
+    del attached.weight.__dict__["weight_loader"]  # vLLM's parameters of another class lose it there
+    set_flags(attached, flags)
+    process_again(attached, lambda module: attached.process(again=mode.on))
+    assert not differences(loaded, attached, unused=("weight_loader",))
+    assert attached.warmed_up is attached.quant_method.kernel
+    assert differences(loaded, attached) == ["weight: only in the first"]
 
 
 def never(module: nn.Module) -> None:
