@@ -1,15 +1,20 @@
 """The worker's half of parity: each rank compares the weights that it has attached with what it loads from disk."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from appliance.errors import ApplianceError
 from appliance.handover.source import Source
 from appliance.handover.terms import Terms
 from appliance.handover.weights import obtain, stage_of
 from appliance.tensors.comparison import differences
 from appliance.tensors.homes import Stage
+from appliance.vllm.assignment import OUTCOMES_VARIABLE
+from appliance.vllm.outcome import Outcome, write
+from appliance.vllm.shortage import telling_shortage
 from appliance.vllm.source import VllmSource
 
 
@@ -39,11 +44,21 @@ class Comparison:
         from appliance.vllm.model_loader import SERVED
 
         with set_current_vllm_config(self.vllm_config):
-            return [_compared(served.source, served.terms) for served in list(SERVED)]
+            return [_compared_or_told(served.source, served.terms) for served in list(SERVED)]
 
 
 # What has vLLM mix it in.
 EXTENSION = ("--worker-extension-cls", f"{Comparison.__module__}.{Comparison.__qualname__}")
+
+
+def _compared_or_told(source: VllmSource, terms: Terms) -> Compared:
+    """Compare; an error is also told to the process that started vLLM, as vLLM passes on its text at best."""
+    try:
+        with telling_shortage(f"{source.role} rank {source.rank}: loading once more beside what is attached"):
+            return _compared(source, terms)
+    except ApplianceError as error:
+        write(os.environ.get(OUTCOMES_VARIABLE), Outcome(role=source.role, rank=source.rank).failed(error))
+        raise
 
 
 def _compared(source: VllmSource, terms: Terms) -> Compared:

@@ -12,14 +12,14 @@ from typing import Any
 from appliance.checkpoint.contents import read_configs
 from appliance.checkpoint.identity import Identity
 from appliance.checkpoint.verification import verified_stats
-from appliance.errors import ApplianceError, error_of_status
+from appliance.errors import ApplianceError
 from appliance.target import Target
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import LOADER_VARIABLE, OUTCOMES_VARIABLE
 from appliance.vllm.command_line import parse
 from appliance.vllm.configs_folder import kept_configs
 from appliance.vllm.environment import environment
-from appliance.vllm.outcome import read_all
+from appliance.vllm.outcome import failure
 from appliance.vllm.refusals import refuse_other_loaders
 from appliance.vllm.replicas import become_replica, in_processes
 
@@ -39,9 +39,8 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
         _execute(vllm_config)
     except Exception as error:
         # What a worker raises reaches us as text, if at all.
-        for outcome in read_all(outcomes):
-            if outcome.exit_status:
-                raise error_of_status(outcome.exit_status, outcome.error) from error
+        if (told := failure(outcomes)) is not None:
+            raise told from error
         raise
 
 

@@ -19,6 +19,7 @@ from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
 from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_movers
+from appliance.vllm.shortage import telling_shortage
 from appliance.vllm.source import VllmSource, load_device, role_of, uuid_of
 
 
@@ -72,7 +73,8 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             if source.role != TARGET or source.rank:
                 name += f" {source.role} rank {source.rank}"
             take = fill if assigned.loads else obtain
-            weights = take(assigned.terms, source, client_name=name)
+            with telling_shortage(name):
+                weights = take(assigned.terms, source, client_name=name)
             source.claim(weights.module)
         except ApplianceError as error:
             _tell(outcome, error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance.client import RefusedError
-from appliance.errors import ApplianceError, HostError
+from appliance.errors import ApplianceError, HostError, error_of_status
 from appliance.record import ShardRecord
 from appliance.verdict import Outcome as VerdictOutcome
 from appliance.verdict import Verdict
@@ -70,3 +70,9 @@ def read_all(folder: Path) -> list[Outcome]:
         except (OSError, ValueError, TypeError) as error:
             raise HostError(f"{path}: not an outcome") from error
     return sorted(found, key=lambda outcome: (outcome.role, outcome.rank))
+
+
+def failure(folder: Path) -> ApplianceError | None:
+    """Return the error of the first rank that could not get its weights; None where all could, or none said so."""
+    failed = (outcome for outcome in read_all(folder) if outcome.exit_status)
+    return next((error_of_status(outcome.exit_status, outcome.error) for outcome in failed), None)

@@ -1,12 +1,12 @@
 """`python -m appliance.vllm.parity --manifest FILE --model NAME`: whether attached weights are those on disk.
 
 1. vLLM serves the checkpoint by its own loading, and answers PROMPTS greedily
-2. with --control it does so once more, from disk again: some kernels do not give the same twice
+2. with --control N it does so N times more, from disk again: some kernels do not give the same twice
 3. vLLM serves what the keeper holds, and answers them too: same tokens, same log probabilities
 4. each rank loads its weights from disk once more, and compares every tensor with the attached ones
 
 Data-parallel replicas do so in a process each, all at once. One line of JSON is printed. The exit status is 77 where
-anything differs.
+tensors differ, or answers that vLLM's own loading was not seen to give otherwise; 75 where there is no memory for it.
 """
 
 import argparse
@@ -16,27 +16,30 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from appliance.checkpoint.identity import Identity
-from appliance.errors import EXIT_TRUST, ApplianceError, error_of_status
+from appliance.errors import EXIT_TRUST, ApplianceError
 from appliance.events import ERROR, event
 from appliance.lifeline import end_with_parent
 from appliance.ports import free_port
 from appliance.target import Target, read_target
 from appliance.vllm.arguments import serve_arguments
+from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.command_line import parse
 from appliance.vllm.comparison import EXTENSION, Compared
 from appliance.vllm.environment import environment
 from appliance.vllm.loading import engine_config
+from appliance.vllm.outcome import failure
 from appliance.vllm.parity_memory import memory_arguments
-from appliance.vllm.parity_result import Parity, merged
+from appliance.vllm.parity_result import Parity, error_of_end, merged
 from appliance.vllm.replicas import take_part
+from appliance.vllm.shortage import telling_shortage
 
 Result = TypeVar("Result")
 
@@ -64,10 +67,11 @@ class Replica:
     port: int
 
 
-def parity(target: Target, *, control: bool = False, replica: Replica | None = None) -> Parity:
+def parity(target: Target, *, controls: int = 0, replica: Replica | None = None) -> Parity:
     """Return how vLLM's own loading and the keeper's weights compare, in engines of this process, one after the other.
 
-    The environment must be the one that `environment` returns. Of several replicas they are those of one.
+    The environment must be the one that `environment` returns. Of several replicas they are those of one. ResourceError
+    where memory runs out.
     """
     with tempfile.TemporaryDirectory(prefix="appliance-parity-") as folder:
         # One path for both: what vLLM compiles for one of them, tuned by the clock, the other one is to find.
@@ -78,12 +82,14 @@ def parity(target: Target, *, control: bool = False, replica: Replica | None = N
             arguments += take_part(engine_config(arguments), replica.index, port=replica.port)
         loading, attaching = memory_arguments(target, arguments)
         disk = [*arguments, "--load-format", "safetensors", *loading]
-        expected = served(disk, answers)
-        repeatable = served(disk, answers) == expected if control else None
-        found, by_rank = served(
-            [*arguments, *EXTENSION, *attaching],
-            lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
-        )
+        with telling_shortage(f"{target.name}: serving from disk"):
+            expected = served(disk, answers)
+            repeated = sum(served(disk, answers) == expected for _ in range(controls))
+        with telling_shortage(f"{target.name}: serving what the keeper holds"):
+            found, by_rank = served(
+                [*arguments, *EXTENSION, *attaching],
+                lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
+            )
     compared: list[Compared] = [shard for shards in by_rank for shard in shards]
     return Parity(
         model=target.name,
@@ -92,7 +98,8 @@ def parity(target: Target, *, control: bool = False, replica: Replica | None = N
         same_tokens=found.tokens == expected.tokens,
         same_logprobs=found.logprobs == expected.logprobs,
         differing=tuple(f"{shard.name}: {line}" for shard in compared for line in shard.differing),
-        repeatable=repeatable,
+        controls=controls,
+        repeated=repeated,
     )
 
 
@@ -157,8 +164,7 @@ def parity_of_replicas(argv: Sequence[str], count: int) -> Parity:
         for future in as_completed(said):
             output, _ = future.result()
             if (result := Parity.read(output)) is None:
-                status = said[future].returncode
-                raise error_of_status(status, f"replica {processes.index(said[future])} ended with status {status}")
+                raise error_of_end(said[future].returncode, f"replica {processes.index(said[future])}")
             found.append(result)
     return merged(found)
 
@@ -168,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="appliance parity", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--control", action="store_true", help="also serve from disk twice")
+    parser.add_argument("--control", type=int, nargs="?", default=0, const=1, help="serve from disk so often once more")
     parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -182,12 +188,26 @@ def main() -> int:
             os.environ.update(environment(target, arguments.manifest))
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             replica = None if count == 1 else Replica(arguments.replica, arguments.port)
-            result = parity(target, control=arguments.control, replica=replica)
+            with _telling_failures():
+                result = parity(target, controls=arguments.control, replica=replica)
     except ApplianceError as error:
         event(f"appliance: {error}", priority=ERROR, model=arguments.model)
         return error.exit_status
     print(result.line(), flush=True)
     return 0 if result.holds else EXIT_TRUST
+
+
+@contextmanager
+def _telling_failures() -> Iterator[None]:
+    """Have an engine that fails in here end with what one of its ranks says is wrong: vLLM passes on text, if that."""
+    with tempfile.TemporaryDirectory(prefix="appliance-outcomes-") as outcomes:
+        os.environ[OUTCOMES_VARIABLE] = outcomes
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ApplianceError) or (told := failure(Path(outcomes))) is None:
+                raise
+            raise told from error
 
 
 if __name__ == "__main__":

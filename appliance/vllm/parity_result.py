@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+from appliance.errors import ApplianceError, HostError, ResourceError, error_of_status
 
 _BEGIN = '{"model"'
 
@@ -13,8 +16,8 @@ _BEGIN = '{"model"'
 class Parity:
     """How two engines on one checkpoint compare; `differing` names tensors and flags by shard, a line each.
 
-    `stages` has the stage of every shard, by role and rank. `repeatable` is whether vLLM's own loading gives the same
-    log probabilities twice; None if that was not tried.
+    `stages` has the stage of every shard, by role and rank. `controls` is how often more vLLM served by its own
+    loading, and `repeated` how often it said the same then, log probabilities too.
     """
 
     model: str
@@ -23,11 +26,22 @@ class Parity:
     same_tokens: bool
     same_logprobs: bool
     differing: tuple[str, ...]
-    repeatable: bool | None = None
+    controls: int = 0
+    repeated: int = 0
+
+    @property
+    def same_answers(self) -> bool:
+        return self.same_tokens and self.same_logprobs
+
+    @property
+    def repeatable(self) -> bool | None:
+        """Whether vLLM's own loading repeats its own answers; None if that was not tried."""
+        return self.repeated == self.controls if self.controls else None
 
     @property
     def holds(self) -> bool:
-        return self.same_tokens and self.same_logprobs and not self.differing
+        """Whether nothing speaks against the weights: answers do only where vLLM's own loading repeats them."""
+        return not self.differing and (self.same_answers or self.repeatable is False)
 
     @classmethod
     def read(cls, said: str) -> Self | None:
@@ -44,8 +58,10 @@ class Parity:
 
 
 def merged(replicas: Sequence[Parity]) -> Parity:
-    """Return what was found of a model's replicas as one."""
-    tried = [replica.repeatable for replica in replicas if replica.repeatable is not None]
+    """Return what was found of a model's replicas as one, which holds if each does."""
+    # That one replica does not repeat itself excuses none that does, and differs.
+    unlike = [replica.repeated for replica in replicas if not replica.same_answers]
+    repeated = max(unlike) if unlike else min(replica.repeated for replica in replicas)
     return Parity(
         model=replicas[0].model,
         stages={shard: stage for replica in replicas for shard, stage in replica.stages.items()},
@@ -53,5 +69,18 @@ def merged(replicas: Sequence[Parity]) -> Parity:
         same_tokens=all(replica.same_tokens for replica in replicas),
         same_logprobs=all(replica.same_logprobs for replica in replicas),
         differing=tuple(line for replica in replicas for line in replica.differing),
-        repeatable=all(tried) if tried else None,
+        controls=replicas[0].controls,
+        repeated=repeated,
     )
+
+
+def error_of_end(status: int, who: str) -> ApplianceError:
+    """Return why a process that compares, or the one that waits for it, ended with this status and no result."""
+    if status == -signal.SIGKILL:
+        return ResourceError(
+            f"{who}: not compared: it was killed, as the kernel does where host memory runs out",
+            hint="see the kernel's messages; stop what else runs on this host, or compare where there is more memory",
+        )
+    if status > 1:
+        return error_of_status(status, f"{who}: not compared; what is wrong is said above")
+    return HostError(f"{who}: not compared: vLLM ended with status {status}", hint="see its messages above")

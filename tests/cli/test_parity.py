@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from appliance.cli.main import run
-from appliance.errors import EXIT_CONFIG, EXIT_HOST, EXIT_MISS, EXIT_TRUST
+from appliance.errors import EXIT_CONFIG, EXIT_HOST, EXIT_MISS, EXIT_RESOURCE, EXIT_TRUST
 
 EQUAL: dict[str, Any] = {
     "model": "m",
@@ -19,7 +19,8 @@ EQUAL: dict[str, Any] = {
     "same_tokens": True,
     "same_logprobs": True,
     "differing": [],
-    "repeatable": None,
+    "controls": 0,
+    "repeated": 0,
 }
 
 
@@ -61,10 +62,49 @@ def test_a_tensor_that_differs_is_named_and_ends_with_77(
 ) -> None:
     ended(monkeypatch, EXIT_TRUST, json.dumps(EQUAL | {"differing": ["target 1: model.norm.weight: other bytes"]}))
     assert run(["parity", "m", "--manifest", manifest(tmp_path)]) == EXIT_TRUST
-    assert "target 1: model.norm.weight: other bytes" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "target 1: model.norm.weight: other bytes" in said.out
+    assert "attached weights are not those on disk" in said.err
 
 
-@pytest.mark.parametrize(("status", "expected"), [(EXIT_MISS, EXIT_MISS), (1, EXIT_HOST), (-9, EXIT_HOST)])
+@pytest.mark.parametrize(
+    ("tried", "expected"),
+    [
+        ({}, (EXIT_TRUST, "`appliance parity m --control 3` tells whether its own loading repeats")),
+        ({"controls": 3, "repeated": 3}, (EXIT_TRUST, "its own loading repeats its own")),
+        ({"controls": 3, "repeated": 1}, (0, "vLLM's own loading does not repeat its own answers here")),
+    ],
+)
+def test_other_answers_of_equal_weights_are_told_with_whether_vllm_repeats_its_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tried: dict[str, int],
+    expected: tuple[int, str],
+) -> None:
+    status, said = expected
+    ended(monkeypatch, status, json.dumps(EQUAL | {"same_logprobs": False} | tried))
+    assert run(["parity", "m", "--manifest", manifest(tmp_path)]) == status
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert "attached weights are not those on disk" not in printed.err
+    if tried:
+        assert f"vLLM from disk, 3 times more: {tried['repeated']} said the same" in printed.out
+
+
+def test_the_child_is_told_how_often_to_serve_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def started(argv: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        told.extend(argv)
+        return subprocess.CompletedProcess(argv, 0, json.dumps(EQUAL))
+
+    monkeypatch.setattr(subprocess, "run", started)
+    assert run(["parity", "m", "--control", "3", "--manifest", manifest(tmp_path)]) == 0
+    assert told[told.index("--control") + 1] == "3"
+
+
+@pytest.mark.parametrize(("status", "expected"), [(EXIT_MISS, EXIT_MISS), (1, EXIT_HOST), (-9, EXIT_RESOURCE)])
 def test_a_comparison_that_did_not_happen_is_no_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, expected: int
 ) -> None:
