@@ -12,13 +12,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from appliance.descriptors import Descriptor
 from appliance.errors import HostError, PeerError, ResourceError
-from appliance.slabs.interface import Backend
+from appliance.slabs.interface import Backend, Mapping
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -103,6 +103,30 @@ class BackendContract:
             assert "written" not in visited.stdout
             with lab.backend.map(descriptor, lab.size_bytes) as mapping:
                 assert lab.read(mapping.window(0, 7)) == b"weights"
+
+    def test_slabs_of_a_shard_are_mapped_in_their_order(self, lab: Lab) -> None:
+        with lab.slab(b"one") as first, lab.slab(b"other") as second:
+            mappings = lab.backend.map_all([first, second], [lab.size_bytes, lab.size_bytes])
+        assert [lab.read(mapping.window(0, 3)) for mapping in mappings] == [b"one", b"oth"]
+        for mapping in mappings:
+            mapping.close()
+
+    def test_where_one_slab_of_a_shard_is_refused_none_stays_mapped(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = []
+        kind = type(lab.backend)
+
+        def noted(backend: Any, descriptor: Descriptor, size_bytes: int, *, map_one: Any = kind.map) -> Mapping:
+            made.append(mapping := map_one(backend, descriptor, size_bytes))
+            return cast("Mapping", mapping)
+
+        monkeypatch.setattr(kind, "map", noted)
+        with lab.slab(b"one") as first, lab.slab(b"other") as second:
+            with pytest.raises(PeerError, match="slab"):
+                lab.backend.map_all([first, second], [lab.size_bytes, 2 * lab.size_bytes])
+            assert not first.closed
+        assert [mapping.mapped for mapping in made] == [False]
 
     def test_mappings_of_one_slab_are_independent(self, lab: Lab) -> None:
         with lab.slab(b"weights") as descriptor:

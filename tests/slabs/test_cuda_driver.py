@@ -2,6 +2,7 @@ import gc
 import re
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +133,32 @@ def test_no_call_leaves_its_context_current() -> None:
         gpu.create(1)
     gpu.memory()
     assert "pushed" not in fake.live
+
+
+def test_a_block_of_calls_pushes_the_context_once_in_each_thread() -> None:
+    fake = FakeCuda()
+    gpu = open_device(fake.gpus[0].uuid, bindings=fake)
+    push, threads = fake.cuCtxPushCurrent, []
+
+    def pushed(context: object) -> object:
+        threads.append(threading.get_ident())
+        return push(context)
+
+    vars(fake)["cuCtxPushCurrent"] = pushed
+    with gpu.current():
+        gpu.memory()
+        with gpu.current():
+            gpu.memory()
+        other = threading.Thread(target=gpu.memory)
+        other.start()
+        other.join()
+        gpu.memory()
+    assert threads == [threading.get_ident(), other.ident]
+    with pytest.raises(CudaError), gpu.current():
+        gpu.create(1)
+    assert "pushed" not in fake.live
+    gpu.memory()
+    assert len(threads) == 4
 
 
 def test_nothing_of_cuda_is_imported_before_a_device_is_opened() -> None:
