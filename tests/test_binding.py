@@ -1,5 +1,6 @@
 """A shard is mapped by one thread while another finds its places; whichever of the two fails, nothing stays."""
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -95,10 +96,13 @@ def test_a_shard_is_refused_for_its_places_before_its_slabs(packed: Packed) -> N
         bound(nn.Linear(2, 2, device="meta"), packed, Noted(PeerError("no slab")))
 
 
-def test_threads_take_turns_as_before_afterwards(packed: Packed) -> None:
+@pytest.mark.parametrize("refusal", [None, PeerError("no slab")], ids=["mapped", "refused"])
+def test_threads_take_turns_as_before_afterwards(packed: Packed, refusal: Exception | None) -> None:
     before = sys.getswitchinterval()
-    bound(small_skeleton(), packed, Noted())
-    assert sys.getswitchinterval() == before
-    with pytest.raises(PeerError):
-        bound(small_skeleton(), packed, Noted(PeerError("no slab")))
-    assert sys.getswitchinterval() == before
+    sys.setswitchinterval(0.0125)
+    try:
+        with contextlib.suppress(PeerError):
+            bound(small_skeleton(), packed, Noted(refusal))
+        assert sys.getswitchinterval() == 0.0125
+    finally:
+        sys.setswitchinterval(before)
