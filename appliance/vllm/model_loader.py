@@ -21,6 +21,7 @@ from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_movers
 from appliance.vllm.shortage import telling_shortage
 from appliance.vllm.source import VllmSource, load_device, role_of, uuid_of
+from appliance.vllm.writers import class_of, guard
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             shard_id = weights.record.shard_id
             lease = Lease(weights.client, terms.socket_path, shard_id=shard_id, name=name, leave=_end_the_engine)
         SERVED.append(Served(source, terms, lease))
+        if source.role == TARGET:
+            guard(class_of(vllm_config.parallel_config.worker_cls), is_attached=is_attached)
         phases = {**weights.phases_s, "model_load": time.monotonic() - began}
         write(os.environ.get(OUTCOMES_VARIABLE), outcome.ended(weights.verdict, phases, weights.record))
         return weights.module
@@ -107,6 +110,11 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             raise
         device = uuid_of(load_device(vllm_config))
         return sum(slot["size_bytes"] for slot in slots if slot["device"] == device)
+
+
+def is_attached(worker: Any) -> bool:
+    """Tell whether the weights of this worker of vLLM are attached."""
+    return any(served.source.is_of(worker.vllm_config) for served in SERVED)
 
 
 def source_of(

@@ -133,6 +133,10 @@ class VllmSource:
             process_loaded(module, self._process)
         return module.eval()
 
+    def is_of(self, vllm_config: Any) -> bool:
+        """Tell whether this is the source of the worker that has this configuration."""
+        return self._config is vllm_config
+
     def claim(self, module: torch.nn.Module) -> None:
         """Have vLLM compute with this module, of all that were built here: it looks layers up by their names.
 

@@ -14,12 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm.v1.worker.gpu_worker import Worker
 
 from appliance.errors import ApplianceError, MissError
 from appliance.vllm import comparison, loading, model_loader, parity
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.loading import engine_config
 from appliance.vllm.outcome import Outcome, read_all, write
+from appliance.vllm.writers import WRITERS
 from tests.sites import MODEL, Site
 from tests.vllm.checkpoints import make_checkpoint
 
@@ -130,6 +132,7 @@ if __name__ == "__main__":
         },
         "attaching": told(folder / "attaching", lambda: attach_without_memory(site, config)),
         "comparing": told(folder / "comparing", lambda: compare_without_memory(config)),
+        "unknown writers": [name for name in WRITERS if not hasattr(Worker, name)],
         "loading": {name: loaded_in(site, config, name) for name in ("appliance", "bitsandbytes")},
     }
     print(json.dumps(found), file=results, flush=True)

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm.v1.worker.gpu_worker import Worker
+
 from appliance.demo.cache import default_cache
 from appliance.demo.model import obtain
 from appliance.errors import ConfigError
@@ -83,7 +85,7 @@ def result_of(row: Row, folder: Path) -> dict[str, Any]:
         with _keeper(socket_folder, target, manager, restarted=True):
             (attached, compared, reloaded), engines = _outcomes_of(
                 [*arguments, *EXTENSION],
-                lambda llm: (act(llm), llm.collective_rpc("appliance_compare")[0], _refusal_to_reload(llm)),
+                lambda llm: (act(llm), llm.collective_rpc("appliance_compare")[0], _refusal_to_write(llm)),
             )
             more = {"alone": dataclasses.asdict(_alone(arguments, act, target))} if row.alone else {}
     return {
@@ -106,9 +108,17 @@ def _alone(arguments: list[str], act: Callable[[Any], Said], target: Target) -> 
         os.environ.update(taken)
 
 
-def _refusal_to_reload(llm: Any) -> str:
+def _refusal_to_write(llm: Any) -> str:
+    """Return why the engine writes to no weights that are there, in whichever way it is asked to; "" where it would."""
+    refusals = [_refusal(llm, "reload_weights")]
+    if hasattr(Worker, "reset_weights"):
+        refusals.append(_refusal(llm, "reset_weights"))
+    return refusals[0] if all(refusals) else ""
+
+
+def _refusal(llm: Any, method: str) -> str:
     try:
-        llm.collective_rpc("reload_weights")
+        llm.collective_rpc(method)
     except ConfigError as error:
         return str(error)
     return ""

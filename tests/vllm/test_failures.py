@@ -45,3 +45,8 @@ def test_a_loader_starts_no_vllm_that_would_load_by_another_format(said: Any) ->
     refused = said["loading"]["bitsandbytes"]
     assert (refused["started"], refused["exit_status"]) == (0, EXIT_CONFIG)
     assert "`bitsandbytes`" in refused["error"]
+
+
+def test_every_method_that_is_refused_is_one_of_vllms_worker(said: Any) -> None:
+    # The last one came with 0.32.
+    assert set(said["unknown writers"]) <= {"reset_weights"}
