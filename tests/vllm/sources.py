@@ -12,11 +12,13 @@ import sys
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import replace, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
+import appliance.vllm.source as source_module
 from appliance.errors import ApplianceError
 from appliance.ports import free_port
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
@@ -25,6 +27,7 @@ from appliance.vllm.model_loader import SERVED, ApplianceModelLoader, Served, so
 from appliance.vllm.outcome import read_all
 from appliance.vllm.replicas import become_replica
 from appliance.vllm.source import VllmSource
+from tests.sites import Site
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.drafts import add_draft
 
@@ -90,6 +93,36 @@ def processed(folder: Path) -> dict[str, int]:
     return found
 
 
+def finished_later(folder: Path) -> dict[str, Any]:
+    """Return what vLLM does to a module that is loaded, in its order, if it quantizes that on the way, and if not.
+
+    A CPU cannot quantize so: that a module is one of those is told in place of it, and so is what finishes it.
+    """
+    site = Site(folder / "site", folder / "target", engine={"kind": "vllm", "port": 18000})
+    config = engine_config([str(site.checkpoint), *ARGUMENTS])
+    read = source_module.DefaultModelLoader.load_weights
+    found = {}
+    for quantizes in (True, False):
+        done: list[tuple[str, Any]] = []
+
+        def read_all(loader: Any, module: Any, model_config: Any, done: list[Any] = done) -> None:
+            read(loader, module, model_config)
+            done.append(("read", module))
+
+        def finish(module: Any, model_config: Any, done: list[Any] = done) -> None:
+            done.append(("finished", module))
+
+        with (
+            set_current_vllm_config(config),
+            patch.object(source_module, "quantizes_while_loading", lambda *told, answer=quantizes: answer),
+            patch.object(source_module.DefaultModelLoader, "load_weights", read_all),
+            patch.object(source_module, "finalize_layerwise_processing", finish),
+        ):
+            loaded = VllmSource(config, config.model_config, prefix="", target=site.target()).load("loaded", print)
+        found[str(quantizes)] = [what for what, module in done if module is loaded.module]
+    return found
+
+
 def refusal_before_loading(folder: Path) -> list[dict[str, Any]]:
     """Return what the starting process is told where vLLM asks for the weights' size, and there is no keeper."""
     outcomes = folder / "outcomes"
@@ -112,6 +145,7 @@ if __name__ == "__main__":
         "unclaimed": unclaimed(folder),
         "ranks": rank_of_a_small_draft(folder),
         "processed": processed(folder),
+        "finished later": finished_later(folder),
         "refusals": refusal_before_loading(folder),
     }
     print(json.dumps(found), file=results, flush=True)

@@ -31,6 +31,10 @@ def test_a_loader_does_not_process_what_it_never_computes_with(said: Any) -> Non
     assert said["processed"] == {"engine": 1, "loader": 0, "mixture": 1}
 
 
+def test_what_vllm_quantizes_while_it_loads_is_finished_once_all_of_it_is_read(said: Any) -> None:
+    assert said["finished later"] == {"True": ["read", "finished"], "False": ["read"]}
+
+
 def test_an_engine_that_asks_for_the_size_of_weights_in_vain_says_why_it_ends(said: Any) -> None:
     (refusal,) = said["refusals"]
     assert (refusal["verdict"], refusal["exit_status"] in (EXIT_MISS, EXIT_RESOURCE)) == ("refused", True)
