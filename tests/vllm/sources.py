@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from vllm.config import replace, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import appliance.vllm.source as source_module
 from appliance.errors import ApplianceError
@@ -100,7 +101,7 @@ def finished_later(folder: Path) -> dict[str, Any]:
     """
     site = Site(folder / "site", folder / "target", engine={"kind": "vllm", "port": 18000})
     config = engine_config([str(site.checkpoint), *ARGUMENTS])
-    read = source_module.DefaultModelLoader.load_weights
+    read = DefaultModelLoader.load_weights
     found = {}
     for quantizes in (True, False):
         done: list[tuple[str, Any]] = []
@@ -115,7 +116,7 @@ def finished_later(folder: Path) -> dict[str, Any]:
         with (
             set_current_vllm_config(config),
             patch.object(source_module, "quantizes_while_loading", lambda *told, answer=quantizes: answer),
-            patch.object(source_module.DefaultModelLoader, "load_weights", read_all),
+            patch.object(DefaultModelLoader, "load_weights", read_all),
             patch.object(source_module, "finalize_layerwise_processing", finish),
         ):
             loaded = VllmSource(config, config.model_config, prefix="", target=site.target()).load("loaded", print)
