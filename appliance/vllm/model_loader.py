@@ -15,7 +15,9 @@ from appliance.events import ERROR, WARNING, event
 from appliance.handover.lease import Lease
 from appliance.handover.terms import Terms
 from appliance.handover.weights import fill, obtain
+from appliance.slabs.devices import CPU
 from appliance.target import DRAFT, TARGET, Target
+from appliance.verdict import Outcome as VerdictOutcome
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
 from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_movers
@@ -74,8 +76,11 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             if source.role != TARGET or source.rank:
                 name += f" {source.role} rank {source.rank}"
             take = fill if assigned.loads else obtain
+            before_bytes = _free_bytes(vllm_config)
             with telling_shortage(name):
                 weights = take(assigned.terms, source, client_name=name)
+            if weights.verdict.outcome is VerdictOutcome.DONATED and _free_bytes(vllm_config) > before_bytes:
+                _warn_of_more_room()
             source.claim(weights.module)
         except ApplianceError as error:
             _tell(outcome, error)
@@ -124,6 +129,21 @@ def source_of(
     of_targets = (served.source.rank for served in reversed(SERVED) if served.source.role == TARGET)
     rank = next(of_targets, None) if role_of(vllm_config, model_config) == DRAFT else None
     return VllmSource(vllm_config, model_config, prefix=prefix, target=target, target_rank=rank, computes=computes)
+
+
+def _free_bytes(vllm_config: Any) -> int:
+    """Return how much of this worker's GPU is free; of a CPU nobody asks."""
+    device = load_device(vllm_config)
+    return 0 if device.type == CPU else int(torch.cuda.mem_get_info(device)[0])
+
+
+def _warn_of_more_room() -> None:
+    """Say why vLLM may end when it profiles memory: it takes it that nothing was freed since it started."""
+    event(
+        "smaller weights took the place of larger ones after vLLM had measured the GPU's memory: if it ends over that, "
+        "start it again",
+        priority=WARNING,
+    )
 
 
 def _tell(outcome: Outcome, error: ApplianceError) -> None:

@@ -17,11 +17,15 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from appliance.errors import ApplianceError, MissError
+from appliance.verdict import Outcome as VerdictOutcome
+from appliance.verdict import Verdict
 from appliance.vllm import comparison, loading, model_loader, parity
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.loading import engine_config
 from appliance.vllm.outcome import Outcome, read_all, write
+from appliance.vllm.source import VllmSource
 from appliance.vllm.writers import WRITERS
+from tests.keeper.shards import TARGET, record_of
 from tests.sites import MODEL, Site
 from tests.vllm.checkpoints import make_checkpoint
 
@@ -88,6 +92,26 @@ def attach_without_memory(site: Site, config: Any) -> None:
         model_loader.ApplianceModelLoader(load_config).load_model(config, config.model_config)
 
 
+def said_of_donation(config: Any, *free_bytes: int) -> str:
+    """Return what a worker says that has donated its weights, with so much of its GPU free before and after."""
+    free = iter(free_bytes)
+    record = record_of(TARGET)
+    weights = SimpleNamespace(
+        module=torch.nn.Module(), verdict=Verdict(VerdictOutcome.DONATED), record=record, client=None, phases_s={}
+    )
+    lines: list[str] = []
+    with (
+        patch.object(model_loader, "obtain", lambda *arguments, **options: weights),
+        patch.object(model_loader, "_free_bytes", lambda config: next(free)),
+        patch.object(model_loader, "event", lambda text, **fields: lines.append(text)),
+        patch.object(VllmSource, "claim"),
+        patch.object(model_loader, "SERVED", []),
+    ):
+        load_config = dataclasses.replace(config.load_config, model_loader_extra_config={"socket": "/none.sock"})
+        model_loader.ApplianceModelLoader(load_config).load_model(config, config.model_config)
+    return " ".join(lines)
+
+
 def compare_without_memory(config: Any) -> None:
     worker = comparison.Comparison()
     worker.vllm_config = config
@@ -130,6 +154,7 @@ if __name__ == "__main__":
             "in a worker": parity_ended(site, lambda *arguments: None, fail_in_a_worker),
             "bug": parity_ended(site, fail),
         },
+        "replaced": {"larger": said_of_donation(config, 1, 2), "as large": said_of_donation(config, 2, 2)},
         "attaching": told(folder / "attaching", lambda: attach_without_memory(site, config)),
         "comparing": told(folder / "comparing", lambda: compare_without_memory(config)),
         "unknown writers": [name for name in WRITERS if not hasattr(Worker, name)],

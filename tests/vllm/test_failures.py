@@ -47,6 +47,11 @@ def test_a_loader_starts_no_vllm_that_would_load_by_another_format(said: Any) ->
     assert "`bitsandbytes`" in refused["error"]
 
 
+def test_a_gpu_with_more_room_than_vllm_has_measured_is_told_before_vllm_ends_over_it(said: Any) -> None:
+    assert "start it again" in said["replaced"]["larger"]
+    assert said["replaced"]["as large"] == ""
+
+
 def test_every_method_that_is_refused_is_one_of_vllms_worker(said: Any) -> None:
     # The last one came with 0.32.
     assert set(said["unknown writers"]) <= {"reset_weights"}
