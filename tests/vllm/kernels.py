@@ -1,0 +1,140 @@
+"""`python -m tests.vllm.kernels`, in vLLM's environment: what another process gets of layers in fp8, as a line of JSON.
+
+Layers, methods and kernels are vLLM's own for an H200. A kernel computes nothing here: it is asked what it makes of a
+weight after loading, which is Python, but for two functions of the GPU that are replaced.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from vllm import _custom_ops as operations
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
+    FlashInferFp8BlockScaledMMKernel,
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.quantization import fp8
+
+from appliance.descriptors import close_all
+from appliance.record import Flag, Reference
+from appliance.slabs.memfd import MemfdBackend
+from appliance.tensors.attachment import attach
+from appliance.tensors.comparison import differences
+from appliance.tensors.flags import flags_of, set_flags
+from appliance.tensors.packing import pack
+from appliance.vllm.processing import process_again
+from appliance.vllm.source import VllmSource
+
+IN_FEATURES, OUT_FEATURES = 256, 384
+BLOCK = [128, 128]
+NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
+KERNELS = {
+    "one scale a tensor": (CutlassFP8ScaledMMLinearKernel, None),
+    "blocks": (deep_gemm.DeepGemmFp8BlockScaledMMKernel, BLOCK),
+    "blocks, two kernels": (FlashInferFp8DeepGEMMDynamicBlockScaledKernel, BLOCK),
+}
+
+
+class Layer(nn.Module):
+    """A linear layer with vLLM's method for fp8."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.quant_method = fp8.Fp8LinearMethod(config)
+        sizes = (IN_FEATURES, [OUT_FEATURES], IN_FEATURES, OUT_FEATURES)
+        self.quant_method.create_weights(self, *sizes, torch.bfloat16, weight_loader=lambda tensor, read: None)
+
+
+@contextmanager
+def kernel_of_a_gpu(kind: Any) -> Iterator[None]:
+    """Have layers get this kernel, as vLLM would choose it on a GPU that has it."""
+
+    def chosen(*, activation_quant_key: Any, weight_quant_key: Any, **facts: Any) -> Any:
+        facts.pop("module_name", None)
+        config = FP8ScaledMMLinearLayerConfig(
+            weight_quant_key=weight_quant_key, activation_quant_key=activation_quant_key, **facts
+        )
+        return kind(config, NAMES) if kind is CutlassFP8ScaledMMLinearKernel else kind(config)
+
+    supported = classmethod(lambda kernel, *facts: (True, None))
+    kinds = (kind, deep_gemm.DeepGemmFp8BlockScaledMMKernel, FlashInferFp8BlockScaledMMKernel)
+    with ExitStack() as stack:
+        for one in kinds:
+            stack.enter_context(patch.object(one, "is_supported", supported))
+            stack.enter_context(patch.object(one, "can_implement", supported))
+        stack.enter_context(patch.object(fp8, "init_fp8_linear_kernel", chosen))
+        stack.enter_context(patch.object(deep_gemm, "is_deep_gemm_supported", lambda: True))
+        stack.enter_context(patch.object(deep_gemm, "deepgemm_post_process_fp8_weight_block", _as_they_are))
+        stack.enter_context(patch.object(operations, "scaled_fp8_quant", _quantized))
+        yield
+
+
+def attached(kind: Any, block: list[int] | None) -> dict[str, Any]:
+    """Return what comes along with a processed layer, and how another process's one differs from it."""
+
+    def built(device: str) -> nn.Module:
+        config = fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=block)
+        with torch.device(device):
+            return nn.Sequential(Layer(config))
+
+    with kernel_of_a_gpu(kind):
+        loaded, other, bare = built("cpu"), built("meta"), built("meta")
+        for parameter in loaded.parameters():
+            parameter.data = torch.ones(parameter.shape).to(parameter.dtype)
+        _process(loaded)
+        flags = flags_of(loaded, built("meta"), inner=True)
+        packed = pack(loaded, MemfdBackend())
+        mappings = MemfdBackend().map_all(packed.slabs, packed.layout.slab_sizes)
+        for module in (loaded, other, bare):
+            attach(module, packed.layout, mappings, stage="processed")
+        close_all(packed.slabs)
+        set_flags(other, flags)
+        for module in (other, bare):
+            process_again(module, _process)
+        return {
+            "flags": [_shown(flag) for flag in flags],
+            "left": differences(loaded, other, unused=VllmSource.unused),
+            "left by vLLM alone": differences(loaded, bare, unused=VllmSource.unused),
+        }
+
+
+def _process(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, Layer):
+            part.quant_method.process_weights_after_loading(part)
+
+
+def _shown(flag: Flag) -> list[Any]:
+    value = f"as {flag.value.place}" if isinstance(flag.value, Reference) else flag.value
+    return [flag.place, flag.name, value]
+
+
+def _as_they_are(*, wq: torch.Tensor, ws: torch.Tensor, **facts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return wq.clone(), ws.clone()
+
+
+def _quantized(values: torch.Tensor, scale: Any = None, **facts: Any) -> tuple[torch.Tensor, Any]:
+    return values.to(torch.float8_e4m3fn), scale
+
+
+def main() -> None:
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    one_rank = SimpleNamespace(rank_in_group=0, world_size=1)
+    with set_current_vllm_config(config), patch.object(parallel_state, "_TP", one_rank):
+        torch.set_default_dtype(torch.bfloat16)
+        print(json.dumps({name: attached(*kernel) for name, kernel in KERNELS.items()}))
+
+
+if __name__ == "__main__":
+    main()

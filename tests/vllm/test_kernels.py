@@ -1,0 +1,27 @@
+"""What vLLM's kernels for fp8 note beside weights reaches another process, so that it need not process them again."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.vllm import vllm_process
+
+
+@pytest.fixture(scope="module")
+def said() -> Any:
+    return json.loads(vllm_process.run("-m", "tests.vllm.kernels", timeout_s=200).splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flag"),
+    [
+        ("one scale a tensor", ["0.quant_method.fp8_linear", "logical_output_size", 384]),
+        ("blocks", ["0", "deep_gemm_warmup_provider", "as 0.quant_method.fp8_linear"]),
+        ("blocks, two kernels", ["0", "deep_gemm_warmup_provider", "as 0.quant_method.fp8_linear.fallback"]),
+    ],
+)
+def test_a_layer_in_fp8_is_the_same_in_another_process(said: Any, kernel: str, flag: list[Any]) -> None:
+    assert said[kernel]["left"] == []
+    assert flag in said[kernel]["flags"]
+    assert any(flag[1] in line for line in said[kernel]["left by vLLM alone"]), "or there was nothing to bring along"
