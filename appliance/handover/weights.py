@@ -164,7 +164,7 @@ class _Taker:
                 hint=f"was the GPU reset, or its driver restarted? {terms.unit} loads the weights again",
             ) from error
         bound = time.monotonic()
-        module = source.finish(module, stage)
+        module = self._finished(module, record, stage)
         phases = {
             "wait": resident - began,
             "check": checked - resident,
@@ -257,7 +257,10 @@ class _Taker:
         self.on_progress("proving the processed weights")
         module = self.source.skeleton(loaded.configs)
         self._bind(module, layout, record, slabs, "processed", keep=True)
-        module = self.source.finish(module, "processed")
+        try:
+            module = self._finished(module, record, "processed")
+        except PeerError as error:
+            raise TensorError(error.message) from error
         if found := differences(loaded.module, module, opaque=self.source.opaque, unused=self.source.unused):
             raise TensorError(f"another process would get another module: {named(found)}")
 
@@ -275,10 +278,17 @@ class _Taker:
         device, sizes = backend(record.device), record.slab_sizes
         try:
             bind(module, layout, device, slabs, sizes, copy=self.terms.copy, stage=stage, opaque=self.source.opaque)
-            set_flags(module, record.flags)
+            set_flags(module, record.flags, inner=False)
         finally:
             if not keep:
                 close_all(slabs)
+
+    def _finished(self, module: torch.nn.Module, record: ShardRecord, stage: Stage) -> torch.nn.Module:
+        module = self.source.finish(module, stage)
+        if stage == "processed":
+            # Now, as what is rebuilt of a module may ask its objects whether that was done, or get new ones.
+            set_flags(module, record.flags, inner=True)
+        return module
 
     def _may_load(self, verdict: Verdict, deadline: float) -> bool:
         if self.terms.on_miss != "load" or time.monotonic() > deadline:

@@ -55,9 +55,13 @@ def flags_of(
     return tuple(flags)
 
 
-def set_flags(module: nn.Module, flags: Iterable[Flag]) -> None:
-    """Set them on another process's module; PeerError, naming it, for one that has no such place."""
-    parts: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
+def set_flags(module: nn.Module, flags: Iterable[Flag], *, inner: bool | None = None) -> None:
+    """Set them on another process's module; PeerError, naming it, for one that has no such place.
+
+    With `inner` false only plain values of registered modules, with `inner` true only the others.
+    """
+    registered: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
+    parts = dict(registered)
 
     def at(place: str, flag: Flag) -> Any:
         if place not in parts:
@@ -68,6 +72,9 @@ def set_flags(module: nn.Module, flags: Iterable[Flag]) -> None:
         return parts[place]
 
     for flag in flags:
+        is_inner = flag.place not in registered or isinstance(flag.value, Reference)
+        if inner is not None and inner != is_inner:
+            continue
         holder = at(flag.place, flag)
         if flag.name.startswith("__"):
             raise PeerError(f"the shard sets {flag.name[:80]!r} on {flag.place[:200]!r}, which no process may")

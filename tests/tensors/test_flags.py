@@ -110,6 +110,17 @@ def test_an_object_that_a_module_refers_to_is_its_own_one_in_another_process() -
     assert not differences(loaded, with_same_weights(skeleton, loaded))
 
 
+def test_flags_of_modules_and_of_what_they_hold_can_be_set_one_after_the_other() -> None:
+    flags = [Flag("0", "seen", 1), Flag("0.kernel", "width", 2), Flag("0", "provider", Reference("0.kernel.inner"))]
+    skeleton = with_kernel()
+    layer: Any = skeleton.get_submodule("0")
+    set_flags(skeleton, flags, inner=False)
+    assert (layer.seen, layer.kernel.width, hasattr(layer, "provider")) == (1, None, False)
+    layer.seen = 3
+    set_flags(skeleton, flags, inner=True)
+    assert (layer.seen, layer.kernel.width, layer.provider) == (3, 2, layer.kernel.inner)
+
+
 def with_same_weights(module: nn.Module, other: nn.Module) -> nn.Module:
     module.load_state_dict(other.state_dict())
     return module
