@@ -1,6 +1,6 @@
 """Parity of attached weights, one row for each architecture and method, several rows at a time.
 
-    python -m bench.vllm.rows --out DIR [--jobs N] [--gpus N] [ROW...]
+    python -m bench.vllm.rows --out DIR [--jobs N] [--gpus N] [--control [N]] [ROW...]
 
 Each row is a real keeper, its loader, and `python -m appliance.vllm.parity`. DIR gets rows.jsonl and a log for each.
 The exit status is the number of rows that do not hold.
@@ -45,13 +45,18 @@ class Row:
     dtype: str = "auto"
     expert: int = 1
     draft: str = ""
+    data: int = 1
 
     @property
     def name(self) -> str:
         extra = "".join(part.strip("-").replace("/", "-") for part in self.arguments[:2])
-        ranks = (f"tp{self.tensor}" if self.tensor > 1 else "", f"ep{self.expert}" if self.expert > 1 else "")
-        parts = (self.architecture, self.method, *ranks, self.draft, extra)
-        return ".".join(part for part in parts if part)
+        ranks = {"tp": self.tensor, "ep": self.expert, "dp": self.data}
+        layout = (f"{name}{number}" for name, number in ranks.items() if number > 1)
+        return ".".join(part for part in (self.architecture, self.method, *layout, self.draft, extra) if part)
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.data
 
 
 ROWS = (
@@ -72,6 +77,7 @@ ROWS = (
     Row("qwen3", None, SEVERAL_RANKS, tensor=2),
     Row("qwen3-moe", None, SEVERAL_RANKS, tensor=2, expert=2),
     Row("deepseek-v3", None, SEVERAL_RANKS, tensor=2, expert=2),
+    Row("qwen3", data=2),
     Row("llama", draft="draft_model"),
     Row("llama", draft="eagle"),
     Row("llama", draft="eagle3"),
@@ -79,7 +85,7 @@ ROWS = (
 )
 
 
-def measure(row: Row, folder: Path, *, gpu: int | None, control: bool) -> dict[str, Any]:
+def measure(row: Row, folder: Path, *, gpu: int | None, controls: int) -> dict[str, Any]:
     """Return what came of one row, on GPUs from this one on; never raises for what vLLM or the appliance refuse."""
     began = time.monotonic()
     result: dict[str, Any] = {"row": row.name}
@@ -90,10 +96,10 @@ def measure(row: Row, folder: Path, *, gpu: int | None, control: bool) -> dict[s
     else:
         engine["args"] += ["--enforce-eager"]
         engine["environment"] = CPU_ENVIRONMENT
-    parallel = {"tensor": row.tensor, "expert": row.expert}
+    parallel = {"tensor": row.tensor, "expert": row.expert, "data": row.data}
     settings: dict[str, Any] = {"engine": engine, "parallel": parallel, "dtype": row.dtype}
     if gpu is not None:
-        settings["gpus"] = list(range(gpu, gpu + row.tensor))
+        settings["gpus"] = list(range(gpu, gpu + row.ranks))
     checkpoint = make_checkpoint(
         folder / "made",
         architecture=row.architecture,
@@ -109,11 +115,11 @@ def measure(row: Row, folder: Path, *, gpu: int | None, control: bool) -> dict[s
         keeper = subprocess.Popen(argv, stdout=log, stderr=log, env=environment)
         try:
             with site.client() as client:
-                for rank in range(row.tensor):
+                for rank in range(row.ranks):
                     client.describe(role="target", rank=rank, wait_s=RESIDENT_TIMEOUT_S).configs.close()
             result["resident_s"] = round(time.monotonic() - began, 1)
             argv[2] = "appliance.vllm.parity"
-            argv += ["--control"] if control else []
+            argv += ["--control", str(controls)]
             done = subprocess.run(
                 argv,
                 stdout=subprocess.PIPE,
@@ -141,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="where checkpoints and sites are made; DIR if left out")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=0, help="how many GPUs to spread the rows over; 0 is the CPU")
-    parser.add_argument("--control", action="store_true", help="also serve each from disk twice")
+    parser.add_argument(
+        "--control", type=int, nargs="?", default=0, const=1, help="serve each from disk so often once more"
+    )
     parser.add_argument("--first-gpu", type=int, default=0)
     given = parser.parse_args(arguments)
     rows = [row for row in ROWS if not given.rows or row.name in given.rows]
@@ -151,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def one(row: Row) -> dict[str, Any]:
         folder = work / row.name
         folder.mkdir(parents=True)
-        gpu = given.first_gpu + rows.index(row) % given.gpus if given.gpus and row.tensor == 1 else 0
-        result = measure(row, folder, gpu=gpu if given.gpus else None, control=given.control)
+        gpu = given.first_gpu + rows.index(row) % given.gpus if given.gpus and row.ranks == 1 else 0
+        result = measure(row, folder, gpu=gpu if given.gpus else None, controls=given.control)
         if work != given.out:
             (given.out / f"{row.name}.txt").write_bytes((folder / "log.txt").read_bytes()[-60_000:])
         line = json.dumps(result)
