@@ -1,0 +1,157 @@
+"""Weights are kept processed where the donor has proved that another process gets the same module, else as loaded."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import nn
+
+from appliance.handover.source import Loaded
+from appliance.handover.terms import Terms
+from appliance.handover.weights import STAGES, Weights, obtain, stage_of
+from appliance.keeper.settings import Slot
+from appliance.tensors.comparison import differences
+from appliance.tensors.flags import flags_of
+from appliance.tensors.homes import Stage
+from appliance.verdict import Outcome
+from tests.keeper.serving import WAIT_TIMEOUT_S, Serving
+from tests.keeper.shards import TARGET
+
+CONFIGS = {"config.json": b"{}"}
+
+
+class Kernel:
+    """What computes with a weight. It lays it out once, and notes that, and its width."""
+
+    def __init__(self) -> None:
+        self.width: int | None = None
+        self.is_done = False
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3), requires_grad=False)
+        self.kernel: Kernel | None = Kernel()
+
+
+class Made:
+    """A source of one layer; `again` is what it does to one that has the processed weights."""
+
+    role: Final = "target"
+    rank: Final = 0
+    device: Final = "cpu"
+    stages: tuple[Stage, ...] = STAGES
+    opaque: Collection[type] = ()
+    unused: Collection[str] = ()
+
+    def __init__(self, again: Callable[[Layer], object] = lambda layer: None) -> None:
+        self._again = again
+        self.loaded: list[Stage] = []
+
+    def facts(self, configs: Mapping[str, bytes]) -> Mapping[str, object]:
+        return {}
+
+    def skeleton(self, configs: Mapping[str, bytes]) -> nn.Module:
+        return Layer().to("meta")
+
+    def load(self, stage: Stage, on_progress: Callable[[str], None]) -> Loaded:
+        self.loaded.append(stage)
+        layer = Layer()
+        if stage == "processed":
+            _process(layer)
+        flags = flags_of(layer, self.skeleton({}), inner=stage == "processed")
+        return Loaded(layer, dict(CONFIGS), {}, {}, flags)
+
+    def finish(self, module: nn.Module, stage: Stage) -> nn.Module:
+        assert isinstance(module, Layer)
+        if stage == "loaded":
+            _process(module)
+        else:
+            self._again(module)
+        return module
+
+
+def _process(layer: Layer) -> None:
+    assert layer.kernel is not None
+    assert not layer.kernel.is_done
+    layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+    layer.kernel.width, layer.kernel.is_done = 2, True
+
+
+def _asked_whether_it_is_done(layer: Layer) -> None:
+    # It would leave out the rest of its work.
+    assert layer.kernel is not None
+    assert not layer.kernel.is_done
+
+
+def _renewed(layer: Layer) -> None:
+    layer.kernel = Kernel()
+
+
+def _widened(layer: Layer) -> None:
+    layer.extra = "of this process alone"  # type: ignore[assignment]
+
+
+def _removed(layer: Layer) -> None:
+    layer.kernel = None
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    with Serving(tmp_path, layout=[Slot("target", 0, "cpu")]) as serving:
+        yield serving
+
+
+def obtained(serving: Serving, source: Made) -> Weights:
+    terms = Terms(
+        socket_path=serving.path,
+        unit="weights@m",
+        wait_s=WAIT_TIMEOUT_S,
+        on_miss="load",
+        copy=False,
+        check_files=lambda record, configs: None,
+        target=lambda record: TARGET,
+        signer="",
+    )
+    return obtain(terms, source, client_name="engine@m")
+
+
+def close(*all_weights: Weights) -> None:
+    for weights in all_weights:
+        assert weights.client is not None
+        weights.client.close()
+
+
+@pytest.mark.parametrize("again", [_asked_whether_it_is_done, _renewed])
+def test_what_is_proved_is_kept_processed_and_is_the_same_to_who_attaches(
+    serving: Serving, again: Callable[[Layer], object]
+) -> None:
+    source = Made(again)
+    donated, attached = obtained(serving, source), obtained(serving, Made(again))
+    assert (donated.verdict.outcome, attached.verdict.outcome) == (Outcome.DONATED, Outcome.HIT)
+    assert (stage_of(attached.record), source.loaded) == ("processed", ["processed"])
+    assert differences(donated.module, attached.module) == []
+    layer: Any = attached.module
+    assert (layer.kernel.width, layer.weight.shape) == (2, (3, 2))
+    close(donated, attached)
+
+
+@pytest.mark.parametrize("again", [_widened, _removed])
+def test_what_is_not_proved_is_kept_as_loaded_and_says_why(
+    serving: Serving, again: Callable[[Layer], object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = Made(again)
+    donated = obtained(serving, source)
+    assert source.loaded == ["processed", "loaded"]
+    said = capfd.readouterr().err
+    assert "not kept as processed" in said
+    assert {"_widened": "extra", "_removed": "kernel"}[again.__name__] in said
+    attached = obtained(serving, Made(again))
+    assert (attached.verdict.outcome, stage_of(attached.record)) == (Outcome.HIT, "loaded")
+    assert differences(donated.module, attached.module) == []
+    layer: Any = attached.module
+    assert layer.weight.shape == (3, 2)
+    close(donated, attached)
