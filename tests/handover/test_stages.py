@@ -9,15 +9,14 @@ import torch
 from torch import nn
 
 from appliance.handover.source import Loaded
-from appliance.handover.terms import Terms
-from appliance.handover.weights import STAGES, Weights, obtain, stage_of
+from appliance.handover.weights import STAGES, Weights, stage_of
 from appliance.keeper.settings import Slot
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of
 from appliance.tensors.homes import Stage
 from appliance.verdict import Outcome
-from tests.keeper.serving import WAIT_TIMEOUT_S, Serving
-from tests.keeper.shards import TARGET
+from tests.handover.obtaining import obtained
+from tests.keeper.serving import Serving
 
 CONFIGS = {"config.json": b"{}"}
 
@@ -103,20 +102,6 @@ def _removed(layer: Layer) -> None:
 def serving(tmp_path: Path) -> Iterator[Serving]:
     with Serving(tmp_path, layout=[Slot("target", 0, "cpu")]) as serving:
         yield serving
-
-
-def obtained(serving: Serving, source: Made) -> Weights:
-    terms = Terms(
-        socket_path=serving.path,
-        unit="weights@m",
-        wait_s=WAIT_TIMEOUT_S,
-        on_miss="load",
-        copy=False,
-        check_files=lambda record, configs: None,
-        target=lambda record: TARGET,
-        signer="",
-    )
-    return obtain(terms, source, client_name="engine@m")
 
 
 def close(*all_weights: Weights) -> None:

@@ -11,13 +11,12 @@ import torch
 from appliance.descriptors import close_all
 from appliance.errors import ResourceError
 from appliance.handover.source import Loaded
-from appliance.handover.terms import Terms
-from appliance.handover.weights import Weights, obtain
+from appliance.handover.weights import Weights
 from appliance.keeper.settings import Slot
 from appliance.tensors.homes import Stage
 from appliance.verdict import Outcome
-from tests.keeper.serving import WAIT_TIMEOUT_S, Serving
-from tests.keeper.shards import TARGET
+from tests.handover.obtaining import obtained
+from tests.keeper.serving import Serving
 from tests.service_manager import ServiceManager
 from tests.slabs.cpu_gpu import installed
 from tests.slabs.fake_driver import GRANULARITY_BYTES, FakeCuda, FakeGpu
@@ -79,20 +78,6 @@ def manager(tmp_path: Path) -> Iterator[ServiceManager]:
 def serving(tmp_path: Path, manager: ServiceManager, fake: FakeCuda) -> Iterator[Serving]:
     with Serving(tmp_path, environ=manager.environ, layout=[Slot("target", 0, UUID)]) as serving:
         yield serving
-
-
-def obtained(serving: Serving, source: Sized) -> Weights:
-    terms = Terms(
-        socket_path=serving.path,
-        unit="weights@m",
-        wait_s=WAIT_TIMEOUT_S,
-        on_miss="load",
-        copy=False,
-        check_files=lambda record, configs: None,
-        target=lambda record: TARGET,
-        signer="",
-    )
-    return obtain(terms, source, client_name="engine@m")
 
 
 def let_go(serving: Serving, manager: ServiceManager, weights: Weights) -> None:
