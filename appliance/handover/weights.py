@@ -256,8 +256,8 @@ class _Taker:
         """Return if another process gets this very module from the shard; TensorError, naming what differs, if not."""
         self.on_progress("proving the processed weights")
         module = self.source.skeleton(loaded.configs)
-        self._bind(module, layout, record, slabs, "processed", keep=True)
         try:
+            self._bind(module, layout, record, slabs, "processed", keep=True)
             module = self._finished(module, record, "processed")
         except PeerError as error:
             raise TensorError(error.message) from error
@@ -278,7 +278,7 @@ class _Taker:
         device, sizes = backend(record.device), record.slab_sizes
         try:
             bind(module, layout, device, slabs, sizes, copy=self.terms.copy, stage=stage, opaque=self.source.opaque)
-            set_flags(module, record.flags, inner=False)
+            set_flags(module, record.flags, inner=False, opaque=self.source.opaque)
         finally:
             if not keep:
                 close_all(slabs)
@@ -287,7 +287,7 @@ class _Taker:
         module = self.source.finish(module, stage)
         if stage == "processed":
             # Now, as what is rebuilt of a module may ask its objects whether that was done, or get new ones.
-            set_flags(module, record.flags, inner=True)
+            set_flags(module, record.flags, inner=True, opaque=self.source.opaque)
         return module
 
     def _may_load(self, verdict: Verdict, deadline: float) -> bool:

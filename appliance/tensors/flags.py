@@ -4,7 +4,9 @@ It lies in no slab, and a process that attaches never ran the code that set it: 
 hold. What is no plain value is kept where it is another of these objects, by its place.
 """
 
+import types
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from appliance.errors import PeerError
 from appliance.record import MAX_FLAGS, Flag, Reference
+from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import TensorError, walk
 from appliance.tensors.slot import attributes, instance_dict
 
@@ -21,7 +24,10 @@ Value = bool | int | float | str | Reference | None
 LIMIT_NUMBER = 1 << 40
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_OWN = frozenset({"training"})
+# What torch itself keeps on every module.
+_OWN = frozenset(vars(nn.Module()))
+_CONTAINERS = (torch.Tensor, dict, list, tuple, set, frozenset)
+_CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinMethodType, partial)
 _ABSENT = object()
 
 
@@ -42,9 +48,12 @@ def flags_of(
     if inner:
         pairs += _inner_pairs(loaded, skeleton, opaque)
     known = {id(there): place for place, there, _ in reversed(pairs)} if inner else {}
+    # What this module and another one hold is neither's: who sets something on it does so for the whole process.
+    shared = {id(holder) for holder in walk(loaded, opaque=opaque).holders.values()} if inner else set()
     flags = [
         Flag(place, name, value)
         for place, there, here in pairs
+        if id(here) not in shared and not _is_value(here)
         for name, value in _set(there, known).items()
         if not _same(_set(here, {}).get(name, _ABSENT), value)
         # What refers to another object has its own in a skeleton already, or nothing.
@@ -55,18 +64,21 @@ def flags_of(
     return tuple(flags)
 
 
-def set_flags(module: nn.Module, flags: Iterable[Flag], *, inner: bool | None = None) -> None:
-    """Set them on another process's module; PeerError, naming it, for one that has no such place.
+def set_flags(
+    module: nn.Module, flags: Iterable[Flag], *, inner: bool | None = None, opaque: Collection[type] = ()
+) -> None:
+    """Set them on another process's module; PeerError, naming it, for one that has no such place, or may not be set.
 
-    With `inner` false only plain values of registered modules, with `inner` true only the others.
+    With `inner` false only plain values of registered modules, with `inner` true only the others. Nothing is reached
+    but modules and the objects that they hold: no class, function or module of Python's, and no `opaque` instance.
     """
     registered: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     parts = dict(registered)
 
     def at(place: str, flag: Flag) -> Any:
         if place not in parts:
-            found = _resolved(module, place)
-            if found is None:
+            found = _resolved(module, place, opaque)
+            if not _is_place(found, opaque):
                 raise PeerError(f"the shard sets {flag.name[:80]!r} on {place[:200]!r}, which this module has not")
             parts[place] = found
         return parts[place]
@@ -76,7 +88,7 @@ def set_flags(module: nn.Module, flags: Iterable[Flag], *, inner: bool | None = 
         if inner is not None and inner != is_inner:
             continue
         holder = at(flag.place, flag)
-        if flag.name.startswith("__"):
+        if flag.name.startswith("__") or _is_value(holder) or _is_taken(holder, flag):
             raise PeerError(f"the shard sets {flag.name[:80]!r} on {flag.place[:200]!r}, which no process may")
         value = at(flag.value.place, flag) if isinstance(flag.value, Reference) else flag.value
         instance_dict(holder)[flag.name] = value
@@ -87,23 +99,43 @@ def _inner_pairs(loaded: nn.Module, skeleton: nn.Module, opaque: Collection[type
     registered = {id(module) for module in skeleton.modules()}
     pairs = []
     for path, here in walk(skeleton, opaque=opaque).holders.items():
-        if id(here) in registered or not _is_plain_object(here):
+        if id(here) in registered or not _is_place(here, opaque):
             continue
         place = ".".join(map(str, path))
-        there = _resolved(loaded, place)
+        there = _resolved(loaded, place, opaque)
         if type(there) is type(here):
             pairs.append((place, there, here))
     return pairs
 
 
-def _is_plain_object(holder: object) -> bool:
-    return not isinstance(holder, torch.Tensor | dict | list | tuple | set | frozenset) and bool(instance_dict(holder))
+def _is_place(holder: object, opaque: Collection[type]) -> bool:
+    """Tell whether an object is part of a model and has attributes of its own."""
+    kind = type(holder)
+    if issubclass(kind, (*_CONTAINERS, *_CALLABLE, *opaque)) or is_machinery(kind):
+        return False
+    return bool(instance_dict(holder))
 
 
-def _resolved(module: nn.Module, place: str) -> Any:
+def _is_value(holder: object) -> bool:
+    """Tell whether others may hold an object because it never changes: a constant of a Python module, say."""
+    return bool(getattr(getattr(type(holder), "__dataclass_params__", None), "frozen", False))
+
+
+def _is_taken(holder: object, flag: Flag) -> bool:
+    """Tell whether a name of a module is one of torch's, or that of a part or tensor that it would go on without."""
+    if not isinstance(holder, nn.Module):
+        return False
+    registries = (holder._modules, holder._parameters, holder._buffers)
+    is_hidden = flag.value is not None and any(registry.get(flag.name) is not None for registry in registries)
+    return flag.name in _OWN or is_hidden
+
+
+def _resolved(module: nn.Module, place: str, opaque: Collection[type]) -> Any:
     """Return what is at a place, by the names of modules and attributes alone; None where there is nothing."""
     found: Any = module
     for step in place.split("."):
+        if not _is_place(found, opaque):
+            return None
         names = attributes(found)
         if isinstance(found, nn.Module):
             names = names | found._modules

@@ -1,6 +1,8 @@
 """What loading sets on modules beside tensors comes along, and nothing else does."""
 
 import copy
+import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -137,6 +139,75 @@ def test_what_may_be_an_address_is_no_flag() -> None:
 def test_an_object_that_is_not_there_is_named(place: str) -> None:
     with pytest.raises(PeerError, match="has not"):
         set_flags(with_kernel(), [Flag("0", "provider", Reference(place))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A constant of a package's, which its layers share."""
+
+    width: int
+
+
+NARROW, WIDE = Key(1), Key(2)
+
+
+def test_a_constant_in_place_of_another_one_is_not_written_to() -> None:
+    loaded, skeleton = with_kernel(), with_kernel()
+    for layers, key in ((loaded, WIDE), (skeleton, NARROW)):
+        vars(layers.get_submodule("0"))["key"] = key
+    assert flags_of(loaded, skeleton, inner=True) == ()
+    assert differences(loaded, with_same_weights(skeleton, loaded)) == ["0.key.width: 2 and 1"]
+    with pytest.raises(PeerError, match="no process may"):
+        set_flags(skeleton, [Flag("0.key", "width", 2)])
+
+
+def test_what_two_modules_share_is_not_written_to() -> None:
+    one, other = Kernel(), Kernel()
+    other.width = 3
+    loaded, skeleton = module(), module()
+    for layers, kernels in ((loaded, (other, one)), (skeleton, (one, one))):
+        for name, kernel in zip(("0", "1"), kernels, strict=True):
+            vars(layers.get_submodule(name))["kernel"] = kernel
+    assert flags_of(loaded, skeleton, inner=True) == ()
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.setting = 1
+
+
+def told() -> None:
+    """What a module may hold that is Python's, and not its own."""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("0.os", "0.os.sys", "0.told", "0.Key", "0.opaque", "0.in_features", "0.weight", "0.names", "0._modules"),
+        *("a..b", ".", "0.", "x" * 1024),
+    ],
+)
+def test_nothing_but_a_module_and_its_objects_is_reached(place: str) -> None:
+    layers = with_kernel()
+    held = {"os": os, "told": told, "Key": Key, "opaque": Opaque(), "names": ["a"]}
+    vars(layers.get_submodule("0")).update(held)
+    for flag in (Flag(place, "seen", 1), Flag("0", "provider", Reference(place)), Flag("1", "seen", Reference(place))):
+        with pytest.raises(PeerError, match="has not"):
+            set_flags(layers, [flag], opaque=(Opaque,))
+    assert not any(hasattr(part, "seen") for part in held.values())
+
+
+@pytest.mark.parametrize("value", [None, 1, Reference("0")])
+@pytest.mark.parametrize("name", ["_modules", "_parameters", "_forward_hooks", "training"])
+def test_what_torch_keeps_on_a_module_is_not_set(name: str, value: Any) -> None:
+    with pytest.raises(PeerError, match="no process may"):
+        set_flags(module(), [Flag("0", name, value)])
+
+
+@pytest.mark.parametrize(("place", "name"), [("0", "weight"), ("", "1")])
+def test_what_a_module_computes_with_is_not_hidden(place: str, name: str) -> None:
+    with pytest.raises(PeerError, match="no process may"):
+        set_flags(module(), [Flag(place, name, Reference("0"))])
 
 
 def test_too_many_are_refused() -> None:
