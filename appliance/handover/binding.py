@@ -15,7 +15,7 @@ from appliance import collector
 from appliance import layout as layouts
 from appliance.descriptors import Descriptor
 from appliance.slabs.interface import Backend, Mapping
-from appliance.tensors.attachment import place
+from appliance.tensors.attachment import Awaited, place
 from appliance.tensors.homes import Stage
 
 # Python's own 5 ms, before a thread that comes back from a call may go on, would cost more than mapping a slab.
@@ -32,14 +32,15 @@ def bind(
     copy: bool = False,
     stage: Stage = "loaded",
     opaque: Collection[type] = (),
-) -> None:
+) -> Awaited:
     """Give a skeleton the tensors of a shard; refuses what `layouts.decode`, `place`, `map_all` and `bind` refuse.
 
-    The descriptors stay the caller's. Tensors keep what they lie in mapped; after an error nothing is.
+    Return what of processed weights is to be confirmed once the module is finished. The descriptors stay the caller's.
+    Tensors keep what they lie in mapped; after an error nothing is.
     """
     with collector.paused(), _mapped_meanwhile(device, slabs, slab_sizes) as mappings:
-        placement = place(module, layouts.decode(layout), stage=stage, opaque=opaque)
-        placement.bind(mappings(), copy=copy)
+        placement = place(module, layouts.decode(layout), stage=stage, rebuilds=True, opaque=opaque)
+        return placement.bind(mappings(), copy=copy)
 
 
 @contextlib.contextmanager

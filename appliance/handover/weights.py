@@ -23,6 +23,7 @@ from appliance.handover.source import Loaded, Source
 from appliance.handover.terms import Terms
 from appliance.record import ShardRecord
 from appliance.slabs.devices import backend
+from appliance.tensors.attachment import Awaited, confirm
 from appliance.tensors.checksum import slab_checksums
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import set_flags
@@ -155,7 +156,7 @@ class _Taker:
             raise
         built = time.monotonic()
         try:
-            self._bind(module, described.layout, record, slabs, stage)
+            awaited = self._bind(module, described.layout, record, slabs, stage)
         except PeerError as error:
             # The keeper checked none of this: it opens no device.
             client.report(refused(Reason.STALE_MEMORY, str(error)), {})
@@ -164,7 +165,7 @@ class _Taker:
                 hint=f"was the GPU reset, or its driver restarted? {terms.unit} loads the weights again",
             ) from error
         bound = time.monotonic()
-        module = self._finished(module, record, stage)
+        module = self._finished(module, record, stage, awaited)
         phases = {
             "wait": resident - began,
             "check": checked - resident,
@@ -257,8 +258,8 @@ class _Taker:
         self.on_progress("proving the processed weights")
         module = self.source.skeleton(loaded.configs)
         try:
-            self._bind(module, layout, record, slabs, "processed", keep=True)
-            module = self._finished(module, record, "processed")
+            awaited = self._bind(module, layout, record, slabs, "processed", keep=True)
+            module = self._finished(module, record, "processed", awaited)
         except PeerError as error:
             raise TensorError(error.message) from error
         if found := differences(loaded.module, module, opaque=self.source.opaque, unused=self.source.unused):
@@ -273,21 +274,26 @@ class _Taker:
         stage: Stage,
         *,
         keep: bool = False,
-    ) -> None:
+    ) -> Awaited:
         """Attach the shard; its descriptors are closed unless they are to be kept."""
         device, sizes = backend(record.device), record.slab_sizes
         try:
-            bind(module, layout, device, slabs, sizes, copy=self.terms.copy, stage=stage, opaque=self.source.opaque)
-            set_flags(module, record.flags, inner=False, opaque=self.source.opaque)
+            opaque = self.source.opaque
+            awaited = bind(module, layout, device, slabs, sizes, copy=self.terms.copy, stage=stage, opaque=opaque)
+            set_flags(module, record.flags, inner=False, opaque=opaque)
+            return awaited
         finally:
             if not keep:
                 close_all(slabs)
 
-    def _finished(self, module: torch.nn.Module, record: ShardRecord, stage: Stage) -> torch.nn.Module:
+    def _finished(
+        self, module: torch.nn.Module, record: ShardRecord, stage: Stage, awaited: Awaited
+    ) -> torch.nn.Module:
         module = self.source.finish(module, stage)
         if stage == "processed":
             # Now, as what is rebuilt of a module may ask its objects whether that was done, or get new ones.
             set_flags(module, record.flags, inner=True, opaque=self.source.opaque)
+        confirm(module, awaited, opaque=self.source.opaque)
         return module
 
     def _may_load(self, verdict: Verdict, deadline: float) -> bool:

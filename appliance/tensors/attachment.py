@@ -7,13 +7,23 @@ import torch
 from torch import nn
 
 from appliance.errors import PeerError, ResourceError
-from appliance.layout import Layout
+from appliance.layout import Layout, Path, shown
 from appliance.quantities import format_size
 from appliance.slabs.interface import Mapping
 from appliance.tensors.homes import Home, Stage, homes, remove
-from appliance.tensors.inventory import walk
+from appliance.tensors.inventory import TensorError, named, walk
 from appliance.tensors.slot import Slot
-from appliance.tensors.storage import Blanks, copy_bytes, empty, over, storage_part, torch_device, typed
+from appliance.tensors.storage import (
+    Blanks,
+    copy_bytes,
+    empty,
+    over,
+    problem,
+    same_bytes,
+    storage_part,
+    torch_device,
+    typed,
+)
 
 _CPU = torch.device("cpu")
 
@@ -31,15 +41,35 @@ def attach(
     place(module, layout, stage=stage, opaque=opaque).bind(mappings, copy=copy)
 
 
-def place(module: nn.Module, layout: Layout, *, stage: Stage = "loaded", opaque: Collection[type] = ()) -> "Placement":
+def place(
+    module: nn.Module,
+    layout: Layout,
+    *,
+    stage: Stage = "loaded",
+    rebuilds: bool = False,
+    opaque: Collection[type] = (),
+) -> "Placement":
     """Return where in a skeleton of its module each tensor of a shard goes; needs none of the shard's bytes.
 
     What `pack` leaves of the original is such a skeleton. TensorError, naming the first few places, unless each tensor
     of the shard has a home in the module, each tensor of the module is one of the shard's, and they are alike, as far
-    as `homes` asks of the stage.
+    as `homes` asks of the stage. Where the engine `rebuilds` objects, those may lack that hold a tensor.
     """
-    found, extra = homes(walk(module, opaque=opaque), layout, stage)
+    found, extra = homes(walk(module, opaque=opaque), layout, stage, rebuilds=rebuilds)
     return Placement(layout, found, extra)
+
+
+Awaited = Sequence[tuple[Path, torch.Tensor]]
+"""Tensors of a shard that a module gets with objects still to be rebuilt, and where."""
+
+
+def confirm(module: nn.Module, awaited: Awaited, *, opaque: Collection[type] = ()) -> None:
+    """Return if a module has rebuilt what was awaited, bit for bit; TensorError, naming the first places, if not."""
+    if awaited:
+        slots = walk(module, opaque=opaque).slots
+        wrong = [shown(path) for path, tensor in awaited if path not in slots or not _like(slots[path].value, tensor)]
+        if wrong:
+            raise TensorError(f"{named(wrong)} of the shard are not what this process makes of it")
 
 
 @dataclass(frozen=True)
@@ -47,11 +77,11 @@ class Placement:
     """A home for each tensor of a layout, in a module of which nothing has changed yet."""
 
     layout: Layout
-    homes: Sequence[Home]
+    homes: Sequence[Home | None]
     extra: Sequence[Slot]
 
-    def bind(self, mappings: Sequence[Mapping], *, copy: bool = False) -> None:
-        """Give the module its tensors, once.
+    def bind(self, mappings: Sequence[Mapping], *, copy: bool = False) -> Awaited:
+        """Give the module its tensors, once; return those that have no home in it yet.
 
         Shared regions are read where they lie, unless `copy`: then everything is copied, and no mapping is needed any
         more. Every tensor is made before the first is bound, so that on any error the module is what it was.
@@ -67,8 +97,20 @@ class Placement:
             tensors = _tensors(layout, self.homes, _memory(layout, mappings, copy=copy), _device(mappings))
         for slot in self.extra:
             remove(slot)
-        for (slot, _, _), tensor in zip(self.homes, tensors, strict=True):
-            slot.put(tensor)
+        awaited: list[tuple[Path, torch.Tensor]] = []
+        for entry, home, tensor in zip(layout.entries, self.homes, tensors, strict=True):
+            if home is None:
+                awaited.append((entry.path, tensor))
+            else:
+                home[0].put(tensor)
+        return awaited
+
+
+def _like(one: object, other: torch.Tensor) -> bool:
+    if not isinstance(one, torch.Tensor) or problem(one) is not None:
+        return False
+    facts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (one, other)]
+    return facts[0] == facts[1] and same_bytes(one, other)
 
 
 def _device(mappings: Sequence[Mapping]) -> torch.device:
@@ -106,12 +148,12 @@ def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _tensors(
-    layout: Layout, found: Sequence[Home], memory: Sequence[torch.UntypedStorage], device: torch.device
+    layout: Layout, found: Sequence[Home | None], memory: Sequence[torch.UntypedStorage], device: torch.device
 ) -> list[torch.Tensor]:
     """Return the tensor object of each entry."""
     tensors: list[torch.Tensor] = []
     blanks = Blanks()
-    for (_, _, _, spec, region, offset_bytes, alias), (_, kind, model) in zip(layout.entries, found, strict=True):
+    for (_, _, _, spec, region, offset_bytes, alias), home in zip(layout.entries, found, strict=True):
         if alias is not None:
             tensors.append(tensors[alias])
             continue
@@ -119,5 +161,7 @@ def _tensors(
             tensor = empty(spec, _CPU if spec.on_host else device)
         else:
             tensor = blanks.tensor_in(memory[region], spec, offset_bytes)
-        tensors.append(typed(tensor, kind, model, grad=spec.requires_grad))
+        if home is not None:
+            tensor = typed(tensor, home[1], home[2], grad=spec.requires_grad)
+        tensors.append(tensor)
     return tensors

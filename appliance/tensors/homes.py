@@ -40,9 +40,14 @@ class NewSlot(Slot):
         super().put(value)
 
 
-def homes(inventory: Inventory, layout: Layout, stage: Stage) -> tuple[list[Home], list[Slot]]:
-    """Return a home for each entry, and the slots to be removed; TensorError naming what has no place or differs."""
-    found: list[Home] = []
+def homes(
+    inventory: Inventory, layout: Layout, stage: Stage, *, rebuilds: bool = False
+) -> tuple[list[Home | None], list[Slot]]:
+    """Return a home for each entry, and the slots to be removed; TensorError naming what has no place or differs.
+
+    Where an engine `rebuilds` objects of processed weights, what those hold needs no home yet: None.
+    """
+    found: list[Home | None] = []
     homeless: list[str] = []
     differing: list[str] = []
     slots = inventory.slots
@@ -51,7 +56,7 @@ def homes(inventory: Inventory, layout: Layout, stage: Stage) -> tuple[list[Home
         home = None if slot is None else _same_home(entry, slot)
         if home is None and stage == "processed":
             home = _new_home(entry, slot, inventory)
-        if home is not None:
+        if home is not None or (slot is None and rebuilds and stage == "processed" and entry.kind == "attribute"):
             found.append(home)
         elif slot is None:
             homeless.append(entry.name)
@@ -78,10 +83,10 @@ def remove(slot: Slot) -> None:
     slot.holder._non_persistent_buffers_set.discard(name)
 
 
-def _extra(inventory: Inventory, layout: Layout, found: Sequence[Home]) -> list[Slot]:
+def _extra(inventory: Inventory, layout: Layout, found: Sequence[Home | None]) -> list[Slot]:
     """Return the slots that no entry is for. The paths of a layout are different ones, so often counting is enough."""
     if len(found) == len(layout.entries) == len(inventory.slots) and NewSlot not in {
-        type(slot) for slot, _, _ in found
+        type(home[0]) for home in found if home is not None
     }:
         return []
     paths = {entry.path for entry in layout.entries}
@@ -132,11 +137,14 @@ def _can_hold(holder: Any, entry: TensorEntry) -> bool:
     return isinstance(holder, dict)
 
 
-def _clashes(entries: Sequence[TensorEntry], found: Sequence[Home]) -> list[str]:
+def _clashes(entries: Sequence[TensorEntry], found: Sequence[Home | None]) -> list[str]:
     """Name the entries whose place another entry has filled with another tensor: a skeleton may share a module."""
     clashing = []
     taken: dict[tuple[int, object], int] = {}
-    for index, (entry, (slot, _, _)) in enumerate(zip(entries, found, strict=True)):
+    for index, (entry, home) in enumerate(zip(entries, found, strict=True)):
+        if home is None:
+            continue
+        slot = home[0]
         tensor = index if entry.alias is None else entry.alias
         if slot.parent is None and taken.setdefault((id(slot.holder), entry.path[-1]), tensor) != tensor:
             clashing.append(entry.name)

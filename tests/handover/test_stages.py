@@ -14,6 +14,7 @@ from appliance.keeper.settings import Slot
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of
 from appliance.tensors.homes import Stage
+from appliance.tensors.inventory import TensorError
 from appliance.verdict import Outcome
 from tests.handover.obtaining import obtained
 from tests.keeper.serving import Serving
@@ -36,6 +37,14 @@ class Layer(nn.Module):
         self.kernel: Kernel | None = Kernel()
 
 
+class Table:
+    """What is made of a processed weight in each process: it holds that, and one of its own."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.weight = layer.weight
+        self.doubled = layer.weight.data * 2
+
+
 class Made:
     """A source of one layer; `again` is what it does to one that has the processed weights."""
 
@@ -46,8 +55,9 @@ class Made:
     opaque: Collection[type] = ()
     unused: Collection[str] = ()
 
-    def __init__(self, again: Callable[[Layer], object] = lambda layer: None) -> None:
+    def __init__(self, again: Callable[[Layer], object] = lambda layer: None, *, tables: bool = False) -> None:
         self._again = again
+        self._tables = tables
         self.loaded: list[Stage] = []
 
     def facts(self, configs: Mapping[str, bytes]) -> Mapping[str, object]:
@@ -60,24 +70,34 @@ class Made:
         self.loaded.append(stage)
         layer = Layer()
         if stage == "processed":
-            _process(layer)
+            self._process(layer)
         flags = flags_of(layer, self.skeleton({}), inner=stage == "processed")
         return Loaded(layer, dict(CONFIGS), {}, {}, flags)
 
     def finish(self, module: nn.Module, stage: Stage) -> nn.Module:
         assert isinstance(module, Layer)
         if stage == "loaded":
-            _process(module)
+            self._process(module)
         else:
             self._again(module)
         return module
 
+    def _process(self, layer: Layer) -> None:
+        assert layer.kernel is not None
+        assert not layer.kernel.is_done
+        layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+        layer.kernel.width, layer.kernel.is_done = 2, True
+        if self._tables:
+            _rebuilt(layer)
 
-def _process(layer: Layer) -> None:
-    assert layer.kernel is not None
-    assert not layer.kernel.is_done
-    layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
-    layer.kernel.width, layer.kernel.is_done = 2, True
+
+def _rebuilt(layer: Layer) -> None:
+    layer.table = Table(layer)  # type: ignore[assignment]
+
+
+def _rebuilt_otherwise(layer: Layer) -> None:
+    _rebuilt(layer)
+    layer.table.doubled += 1  # type: ignore[operator, union-attr]
 
 
 def _asked_whether_it_is_done(layer: Layer) -> None:
@@ -140,3 +160,29 @@ def test_what_is_not_proved_is_kept_as_loaded_and_says_why(
     layer: Any = attached.module
     assert layer.weight.shape == (3, 2)
     close(donated, attached)
+
+
+def test_objects_that_are_rebuilt_with_tensors_of_their_own_are_so_where_they_are_attached(serving: Serving) -> None:
+    source = Made(_rebuilt, tables=True)
+    donated, attached = obtained(serving, source), obtained(serving, Made(_rebuilt, tables=True))
+    assert (stage_of(attached.record), source.loaded) == ("processed", ["processed"])
+    assert differences(donated.module, attached.module) == []
+    layer: Any = attached.module
+    assert layer.table.weight is layer.weight
+    close(donated, attached)
+
+
+@pytest.mark.parametrize("again", [_rebuilt_otherwise, _asked_whether_it_is_done])
+def test_objects_that_are_rebuilt_otherwise_or_not_at_all_are_not_attached(
+    serving: Serving, again: Callable[[Layer], object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = Made(again, tables=True)
+    close(obtained(serving, source))
+    assert source.loaded == ["processed", "loaded"]
+    assert "table.doubled" in capfd.readouterr().err
+
+
+def test_an_engine_that_rebuilds_otherwise_than_the_donor_does_not_start(serving: Serving) -> None:
+    close(obtained(serving, Made(_rebuilt, tables=True)))
+    with pytest.raises(TensorError, match=r"table\.doubled of the shard are not what this process makes of it"):
+        obtained(serving, Made(_rebuilt_otherwise, tables=True))

@@ -8,7 +8,7 @@ from torch import nn
 
 from appliance.layout import Kind, Layout, TensorEntry
 from appliance.layout import Path as TensorPath
-from appliance.tensors.attachment import attach
+from appliance.tensors.attachment import attach, confirm, place
 from appliance.tensors.comparison import differences
 from appliance.tensors.inventory import TensorError, walk
 from tests.tensors.modules import Helper, Special
@@ -91,3 +91,39 @@ def test_a_processed_shard_does_not_remove_what_helpers_hold(shard: MakeShard) -
     skeleton.method.extra = torch.ones(1, device="meta")
     with pytest.raises(TensorError, match=r"method\.extra are in this module and not in the shard"):
         made.attach(skeleton, stage="processed")
+
+
+class Rebuilt:
+    """What an engine makes of processed weights in each process: it holds one of them, and one of its own."""
+
+    def __init__(self, model: Any) -> None:
+        self.weight = model.head.weight
+        self.table = model.head.weight * 2
+
+
+def test_what_is_rebuilt_with_its_object_is_confirmed_and_not_put(shard: MakeShard) -> None:
+    model = small_model(tied=False)
+    model.kernel = Rebuilt(model)
+    made, skeleton = shard(model), small_skeleton(tied=False)
+    with pytest.raises(TensorError, match=r"kernel\.weight, kernel\.table have no place"):
+        place(skeleton, made.layout, stage="processed")
+    with pytest.raises(TensorError, match="have no place"):
+        place(skeleton, made.layout, rebuilds=True)  # a module as it was loaded
+    awaited = place(skeleton, made.layout, stage="processed", rebuilds=True).bind(made.mappings)
+    assert [path for path, _ in awaited] == [("kernel", "weight"), ("kernel", "table")]
+    assert not hasattr(skeleton, "kernel")
+    with pytest.raises(TensorError, match=r"kernel\.weight, kernel\.table of the shard are not what"):
+        confirm(skeleton, awaited)
+    skeleton.kernel = Rebuilt(skeleton)
+    confirm(skeleton, awaited)
+    assert skeleton.kernel.weight is skeleton.head.weight
+    skeleton.kernel.table[0, 0] += 1
+    with pytest.raises(TensorError, match=r"^kernel\.table of the shard are not what"):
+        confirm(skeleton, awaited)
+
+
+def test_a_parameter_is_never_rebuilt(shard: MakeShard) -> None:
+    model, skeleton = small_model(tied=False), small_skeleton(tied=False)
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(TensorError, match=r"extra\.weight, extra\.bias have no place"):
+        place(skeleton, shard(model).layout, stage="processed", rebuilds=True)
