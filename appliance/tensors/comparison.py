@@ -2,7 +2,7 @@
 
 import types
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -34,7 +34,7 @@ def differences(
 
     1. the places that hold tensors, and how (parameter, buffer, persistent or not)
     2. class, dtype, shape, strides, device, gradient flag and bytes of each tensor
-    3. which places hold the same object, and which tensors overlap in memory, and where
+    3. which places hold the same object, tensor or not, and which tensors overlap in memory, and where
     4. unless `values` is false: the other attributes of everything that tensors were looked for in: numbers, strings
        and the like by value, the rest by class. What sets a flag while it replaces a tensor shows here. Left out are
        those attributes of tensors that nothing reads which computes, `unused`.
@@ -112,13 +112,14 @@ def _memory(slots: list[Slot]) -> dict[Path, tuple[str, int]]:
 
 
 def _valued(one: Inventory, other: Inventory, unused: frozenset[str]) -> Iterator[str]:
+    names, peer_names = _names(one), _names(other)
     for path, holder in one.holders.items():
         if not _HOOKS.isdisjoint(path) or _is_unused(holder, unused):
             continue
         if path not in other.holders:
             yield f"{shown(path) or 'the module'}: only in the first"
             continue
-        here, there = _values(holder), _values(other.holders[path])
+        here, there = _values(path, holder, names), _values(path, other.holders[path], peer_names)
         left_out = {f".{name}" for name in unused} if isinstance(holder, torch.Tensor) else ()
         for name in {**here, **there}:
             if name not in left_out and here.get(name) != there.get(name):
@@ -133,7 +134,16 @@ def _is_unused(holder: object, unused: frozenset[str]) -> bool:
     return isinstance(holder, torch.Tensor) and attributes(holder).keys() <= unused
 
 
-def _values(holder: Any) -> dict[str, str]:
+def _names(inventory: Inventory) -> dict[int, str]:
+    """Return the first place of each object that can be in several, by its id."""
+    names: dict[int, str] = {}
+    for path, holder in inventory.holders.items():
+        if not isinstance(holder, torch.Tensor | tuple):
+            names.setdefault(id(holder), shown(path) or "the module")
+    return names
+
+
+def _values(path: Path, holder: Any, names: Mapping[int, str]) -> dict[str, str]:
     values = {f".{name}": value for name, value in attributes(holder).items() if name not in _REGISTRIES}
     if isinstance(holder, nn.Module):
         values.update(
@@ -146,7 +156,7 @@ def _values(holder: Any) -> dict[str, str]:
         values.update((f"[{key!r}]", value) for key, value in holder.items())
     elif isinstance(holder, list | tuple | deque):
         values.update((f"[{index}]", value) for index, value in enumerate(holder))
-    written = {name: _written(value) for name, value in values.items()}
+    written = {name: _written(value) + _link(value, shown(path) + name, names) for name, value in values.items()}
     if isinstance(holder, nn.Module):
         hooks = {f".{name}": vars(holder).get(name) for name in _HOOKS}
         written.update(
@@ -165,6 +175,12 @@ def _written(value: object) -> str:
     if isinstance(value, type | types.FunctionType | types.MethodType):
         return f"{value.__module__}.{value.__qualname__}"
     return type_name(type(value))
+
+
+def _link(value: object, place: str, names: Mapping[int, str]) -> str:
+    """Return where an object is first, or whose method it is, unless that is this very place."""
+    name = names.get(id(value.__self__ if isinstance(value, types.MethodType) else value))
+    return "" if name is None or name == place.removeprefix(".") else f", that of {name}"
 
 
 def _pairs(one: Inventory, other: Inventory) -> Iterator[tuple[Slot, Slot]]:

@@ -23,6 +23,9 @@ def _model() -> Any:
     model.pair = [whole := torch.zeros(4), whole[1:3]]
     model.helper = Helper()
     model.helper.table, model.helper.kind, model.helper.names = {"a": torch.ones(1)}, "fast", {"x", "y"}
+    model.helpers = [Helper(), Helper()]
+    model.helpers[0].kind, model.helpers[1].kind = "fast", "fast"
+    model.shared, model.links, model.call = [model.helpers[0]], {"linear": model.one}, model.other.forward
     model.complex = torch.ones(2, dtype=torch.complex128).conj()
     return model
 
@@ -115,6 +118,20 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a hook": (
         lambda model: model.one.register_forward_hook(_hook),
         f"one._forward_hooks: [] and ['{__name__}._hook']",
+    ),
+    "whose method": (
+        lambda model: setattr(model, "call", model.one.forward),
+        "call: torch.nn.modules.linear.Linear.forward, that of other and torch.nn.modules.linear.Linear.forward, "
+        "that of one",
+    ),
+    "which of two objects": (
+        lambda model: setattr(model, "shared", [model.helpers[1]]),
+        f"shared[0]: {Helper.__module__}.Helper, that of helpers[0] and {Helper.__module__}.Helper, that of helpers[1]",
+    ),
+    "which of two modules": (
+        lambda model: model.links.update(linear=model.other),
+        "links['linear']: torch.nn.modules.linear.Linear, that of one and torch.nn.modules.linear.Linear, "
+        "that of other",
     ),
     "an object too many": (
         lambda model: setattr(model, "more", Helper()),
