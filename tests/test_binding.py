@@ -12,7 +12,7 @@ from torch import nn
 
 from appliance import layout as layouts
 from appliance.descriptors import Descriptor, close_all
-from appliance.errors import PeerError
+from appliance.errors import PeerError, ResourceError
 from appliance.handover.binding import bind
 from appliance.slabs.interface import Mapping
 from appliance.slabs.memfd import MemfdBackend
@@ -106,3 +106,43 @@ def test_threads_take_turns_as_before_afterwards(packed: Packed, refusal: Except
         assert sys.getswitchinterval() == pytest.approx(0.0125, rel=0.01)
     finally:
         sys.setswitchinterval(before)
+
+
+class Held(Noted):
+    """Maps nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def map_all(self, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> list[Mapping]:
+        self.began.set()
+        assert self.may_go_on.wait(WAIT_S)
+        return super().map_all(descriptors, sizes_bytes)
+
+
+def test_threads_take_turns_as_before_after_two_binds_at_once(packed: Packed) -> None:
+    before, devices = sys.getswitchinterval(), [Held(), Held()]
+    threads = [threading.Thread(target=bound, args=(small_skeleton(), packed, device)) for device in devices]
+    for thread, device in zip(threads, devices, strict=True):
+        thread.start()
+        assert device.began.wait(WAIT_S)
+    for thread, device in zip(threads, devices, strict=True):
+        device.may_go_on.set()
+        thread.join(WAIT_S)
+    assert sys.getswitchinterval() == pytest.approx(before, rel=0.01)
+
+
+def test_a_process_that_may_have_no_more_threads_is_short_of_something(
+    packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before, device = sys.getswitchinterval(), Noted()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(ResourceError, match="can't start new thread"):
+            bound(small_skeleton(), packed, device)
+    assert not device.began.is_set()
+    assert sys.getswitchinterval() == pytest.approx(before, rel=0.01)

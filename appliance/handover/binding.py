@@ -7,13 +7,14 @@ tensor is Python's; neither needs the other.
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from appliance import collector
 from appliance import layout as layouts
 from appliance.descriptors import Descriptor
+from appliance.errors import ResourceError
 from appliance.slabs.interface import Backend, Mapping
 from appliance.tensors.attachment import Awaited, place
 from appliance.tensors.homes import Stage
@@ -35,8 +36,9 @@ def bind(
 ) -> Awaited:
     """Give a skeleton the tensors of a shard; refuses what `layouts.decode`, `place`, `map_all` and `bind` refuse.
 
-    Return what of processed weights is to be confirmed once the module is finished. The descriptors stay the caller's.
-    Tensors keep what they lie in mapped; after an error nothing is.
+    ResourceError also where this process may have no more threads. Return what of processed weights is to be confirmed
+    once the module is finished. The descriptors stay the caller's. Tensors keep what they lie in mapped; after an error
+    nothing is.
     """
     with collector.paused(), _mapped_meanwhile(device, slabs, slab_sizes) as mappings:
         placement = place(module, layouts.decode(layout), stage=stage, rebuilds=True, opaque=opaque)
@@ -49,7 +51,7 @@ def _mapped_meanwhile(
 ) -> Iterator[Callable[[], Sequence[Mapping]]]:
     """Map a shard in a thread while the block runs; yields what waits for it. After the block only tensors hold it."""
     with _short_turns(), ThreadPoolExecutor(1) as pool:
-        mapping = pool.submit(device.map_all, slabs, slab_sizes)
+        mapping = _begun(pool, device, slabs, slab_sizes)
         try:
             yield mapping.result
         finally:
@@ -58,9 +60,25 @@ def _mapped_meanwhile(
                     mapped.close()
 
 
+def _begun(
+    pool: ThreadPoolExecutor, device: Backend, slabs: Sequence[Descriptor], slab_sizes: Sequence[int]
+) -> "Future[list[Mapping]]":
+    try:
+        return pool.submit(device.map_all, slabs, slab_sizes)
+    except RuntimeError as error:
+        raise ResourceError(
+            f"no thread to map slabs with: {error}",
+            hint="raise TasksMax= of the unit, or the user's limit of processes",
+        ) from error
+
+
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
     before = sys.getswitchinterval()
+    if before <= TURN_S:
+        # Of this process or of another bind of it: who made them short ends that, and nobody else.
+        yield
+        return
     sys.setswitchinterval(TURN_S)
     try:
         yield

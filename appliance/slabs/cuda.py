@@ -64,8 +64,13 @@ class CudaBackend:
 
     def map_all(self, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> list[Mapping]:
         """Return the slabs of a shard, as `interface.Backend.map_all`."""
-        with self.gpu.current():
-            return mapped_one_by_one(self, descriptors, sizes_bytes)
+        try:
+            with self.gpu.current():
+                return mapped_one_by_one(self, descriptors, sizes_bytes)
+        except CudaError as error:
+            raise HostError(
+                f"slabs: GPU {self.device} cannot be used: {error}", hint="does nvidia-smi work?"
+            ) from error
 
 
 class CudaSlab:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from appliance.descriptors import Descriptor
+from appliance.errors import PeerError
 
 # One message of the wire passes at most 253 descriptors; a shard keeps clear of that.
 LIMIT_SLABS = 200
@@ -108,11 +109,16 @@ class Backend(Protocol):
         """
 
     def map_all(self, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> "list[Mapping]":
-        """Return the slabs of a shard in their order, each as `map`; where one is refused, none stays mapped."""
+        """Return the slabs of a shard in their order, each as `map`; where one is refused, none stays mapped.
+
+        PeerError unless there are as many as there should be.
+        """
 
 
 def mapped_one_by_one(backend: Backend, descriptors: Sequence[Descriptor], sizes_bytes: Sequence[int]) -> list[Mapping]:
     """Return what `Backend.map_all` does, for a backend that gains nothing by seeing all of them at once."""
+    if len(descriptors) != len(sizes_bytes):
+        raise PeerError(f"{len(descriptors)} slabs instead of the {len(sizes_bytes)} announced")
     with ExitStack() as undo:
         pairs = zip(descriptors, sizes_bytes, strict=True)
         mappings = [undo.enter_context(backend.map(descriptor, size_bytes)) for descriptor, size_bytes in pairs]

@@ -38,6 +38,8 @@ class MemfdBackend:
         3. all of it is in memory: a hole would be allocated at its first read, by whoever reads
         """
         fd = descriptor.fileno()
+        if size_bytes <= 0:
+            raise PeerError(f"slab: {size_bytes} bytes announced")
         if not memfd.is_sealed(fd):
             raise PeerError("slab: not a sealed memory file")
         stat = os.fstat(fd)

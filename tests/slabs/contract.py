@@ -128,6 +128,13 @@ class BackendContract:
             assert not first.closed
         assert [mapping.mapped for mapping in made] == [False]
 
+    def test_fewer_or_more_slabs_than_announced_are_refused(self, lab: Lab) -> None:
+        with lab.slab(b"one") as slab:
+            for slabs, sizes in (([slab], []), ([slab], [lab.size_bytes] * 2), ([], [lab.size_bytes])):
+                with pytest.raises(PeerError, match="slabs instead of"):
+                    lab.backend.map_all(slabs, sizes)
+        assert lab.backend.map_all([], []) == []
+
     def test_mappings_of_one_slab_are_independent(self, lab: Lab) -> None:
         with lab.slab(b"weights") as descriptor:
             first = lab.backend.map(descriptor, lab.size_bytes)

@@ -175,8 +175,18 @@ def _attach_in_vain(gpu: CudaBackend) -> None:
         gpu.map(descriptor, 2 * SIZE)
 
 
+def _attach_all(gpu: CudaBackend) -> None:
+    with contextlib.ExitStack() as stack:
+        slabs = []
+        for _ in range(2):
+            with gpu.create("weights", SIZE) as slab:
+                slabs.append(stack.enter_context(slab.seal()))
+        for mapping in gpu.map_all(slabs, [SIZE, SIZE]):
+            mapping.close()
+
+
 @pytest.mark.parametrize("result", [CUresult.CUDA_ERROR_OUT_OF_MEMORY, CUresult.CUDA_ERROR_DEINITIALIZED], ids=str)
-@pytest.mark.parametrize("act", [_create, _seal, _attach, _attach_in_vain])
+@pytest.mark.parametrize("act", [_create, _seal, _attach, _attach_in_vain, _attach_all])
 def test_whichever_call_fails_nothing_else_stays(act: Callable[[CudaBackend], None], result: CUresult) -> None:
     whole = FakeCuda()
     gpu = CudaBackend(whole.gpus[0].uuid, bindings=whole)

@@ -49,6 +49,11 @@ def test_a_slab_with_a_hole_is_refused() -> None:
             MemfdBackend().map(hollow, 1 << 40)
 
 
+def test_a_slab_of_no_bytes_is_refused() -> None:
+    with memfd.sealed("empty", []) as empty, pytest.raises(PeerError, match="0 bytes announced"):
+        MemfdBackend().map(empty, 0)
+
+
 def test_a_larger_slab_than_announced_is_refused() -> None:
     with _sealed(2 * PAGE) as slab, pytest.raises(PeerError, match=f"{2 * PAGE} bytes instead of the {PAGE} announced"):
         MemfdBackend().map(slab, PAGE)
