@@ -1,12 +1,14 @@
-"""`python -m tests.vllm.kernels`, in vLLM's environment: what another process gets of layers in fp8, as a line of JSON.
+"""`python -m tests.vllm.kernels FOLDER`, in vLLM's environment: what another process gets of fp8, as a line of JSON.
 
 Layers, methods and kernels are vLLM's own for an H200. A kernel computes nothing here: it is asked what it makes of a
 weight after loading, which is Python, but for two functions of the GPU that are replaced.
 """
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 from vllm import _custom_ops as operations
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
@@ -23,17 +25,23 @@ from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
     FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization import fp8
 
 from appliance.descriptors import close_all
+from appliance.layout import shown
+from appliance.ports import free_port
 from appliance.record import Flag, Reference
 from appliance.slabs.memfd import MemfdBackend
-from appliance.tensors.attachment import attach
+from appliance.tensors.attachment import confirm, place
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of, set_flags
 from appliance.tensors.packing import pack
+from appliance.vllm.loading import engine_config
 from appliance.vllm.processing import process_again
 from appliance.vllm.source import VllmSource
+from tests.vllm.checkpoints import make_checkpoint
 
 IN_FEATURES, OUT_FEATURES = 256, 384
 BLOCK = [128, 128]
@@ -80,37 +88,59 @@ def kernel_of_a_gpu(kind: Any) -> Iterator[None]:
 
 
 def attached(kind: Any, block: list[int] | None) -> dict[str, Any]:
-    """Return what comes along with a processed layer, and how another process's one differs from it."""
+    """Return what another process gets of a linear layer with this kernel."""
 
     def built(device: str) -> nn.Module:
+        """Return a new layer, as one that has been loaded where it is not on the meta device."""
         config = fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=block)
         with torch.device(device):
             return nn.Sequential(Layer(config))
 
     with kernel_of_a_gpu(kind):
-        loaded, other, bare = built("cpu"), built("meta"), built("meta")
-        for parameter in loaded.parameters():
-            parameter.data = torch.ones(parameter.shape).to(parameter.dtype)
-        _process(loaded)
-        flags = flags_of(loaded, built("meta"), inner=True)
-        packed = pack(loaded, MemfdBackend())
-        mappings = MemfdBackend().map_all(packed.slabs, packed.layout.slab_sizes)
-        for module in (loaded, other, bare):
-            attach(module, packed.layout, mappings, stage="processed")
-        close_all(packed.slabs)
-        set_flags(other, flags)
-        for module in (other, bare):
-            process_again(module, _process)
-        return {
-            "flags": [_shown(flag) for flag in flags],
-            "left": differences(loaded, other, unused=VllmSource.unused),
-            "left by vLLM alone": differences(loaded, bare, unused=VllmSource.unused),
-        }
+        return compared(built)
 
 
-def _process(module: nn.Module) -> None:
+def experts(folder: Path, block: str) -> dict[str, Any]:
+    """Return the same of the experts of a mixture, with Triton's kernel."""
+    checkpoint = make_checkpoint(folder / block, architecture="qwen3-moe", method=block, large=True)
+    config = engine_config([str(checkpoint), "--max-model-len", "256", "--enforce-eager"])
+    chosen = patch.object(fp8, "select_fp8_moe_backend", lambda **facts: (Fp8MoeBackend.TRITON, TritonExperts))
+    with set_current_vllm_config(config), kernel_of_a_gpu(deep_gemm.DeepGemmFp8BlockScaledMMKernel), chosen:
+        source = VllmSource(config, config.model_config, prefix="", target=None)
+        return compared(lambda device: source._built(torch.device(device)))
+
+
+def compared(built: Callable[[str], nn.Module]) -> dict[str, Any]:
+    """Return what comes along with a processed module, and how another process's one differs from it."""
+    opaque, unused = VllmSource.opaque, VllmSource.unused
+    loaded, other, bare = built("cpu"), built("meta"), built("meta")
+    for parameter in loaded.parameters():
+        parameter.data = torch.ones(parameter.shape).to(parameter.dtype)
+    _process(loaded)
+    flags = flags_of(loaded, built("meta"), inner=True, opaque=opaque)
+    packed = pack(loaded, MemfdBackend(), opaque=opaque)
+    mappings = MemfdBackend().map_all(packed.slabs, packed.layout.slab_sizes)
+    awaited = {
+        module: place(module, packed.layout, stage="processed", rebuilds=True, opaque=opaque).bind(mappings)
+        for module in (loaded, other, bare)
+    }
+    close_all(packed.slabs)
+    for module in (other, bare):
+        process_again(module, _process, opaque=opaque)
+    set_flags(other, flags, opaque=opaque)
+    confirm(other, awaited[other], opaque=opaque)
+    return {
+        "flags": [_shown(flag) for flag in flags],
+        "rebuilt": [shown(path) for path, _ in awaited[other]],
+        "left": differences(loaded, other, opaque=opaque, unused=unused),
+        "left by vLLM alone": differences(loaded, bare, opaque=opaque, unused=unused),
+    }
+
+
+def _process(module: Any) -> None:
+    """Process what is in fp8 here, as vLLM's own function does; the rest would be packed for a CPU."""
     for part in module.modules():
-        if isinstance(part, Layer):
+        if isinstance(part, Layer) or hasattr(part, "w13_weight"):
             part.quant_method.process_weights_after_loading(part)
 
 
@@ -129,11 +159,14 @@ def _quantized(values: torch.Tensor, scale: Any = None, **facts: Any) -> tuple[t
 
 def main() -> None:
     config = VllmConfig()
-    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
-    one_rank = SimpleNamespace(rank_in_group=0, world_size=1)
-    with set_current_vllm_config(config), patch.object(parallel_state, "_TP", one_rank):
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        config.model_config = SimpleNamespace(dtype=torch.bfloat16)
         torch.set_default_dtype(torch.bfloat16)
-        print(json.dumps({name: attached(*kernel) for name, kernel in KERNELS.items()}))
+        said = {name: attached(*kernel) for name, kernel in KERNELS.items()}
+    said |= {f"experts, {block}": experts(Path(sys.argv[1]), block) for block in ("fp8", "fp8-block")}
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

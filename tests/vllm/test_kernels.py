@@ -9,8 +9,9 @@ from tests.vllm import vllm_process
 
 
 @pytest.fixture(scope="module")
-def said() -> Any:
-    return json.loads(vllm_process.run("-m", "tests.vllm.kernels", timeout_s=200).splitlines()[-1])
+def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = str(tmp_path_factory.mktemp("kernels"))
+    return json.loads(vllm_process.run("-m", "tests.vllm.kernels", folder, timeout_s=200).splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,11 @@ def test_a_layer_in_fp8_is_the_same_in_another_process(said: Any, kernel: str, f
     assert said[kernel]["left"] == []
     assert flag in said[kernel]["flags"]
     assert any(flag[1] in line for line in said[kernel]["left by vLLM alone"]), "or there was nothing to bring along"
+
+
+@pytest.mark.parametrize("block", ["fp8", "fp8-block"])
+def test_experts_in_fp8_are_the_same_in_another_process(said: Any, block: str) -> None:
+    experts = said[f"experts, {block}"]
+    assert experts["left"] == []
+    scales = [f"quant_method.moe_quant_config._w{number}.scale" for number in (1, 2)]
+    assert all(any(place.endswith(scale) for place in experts["rebuilt"]) for scale in scales), "or nothing was rebuilt"
