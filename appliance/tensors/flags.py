@@ -14,14 +14,12 @@ from torch import nn
 
 from appliance.errors import PeerError
 from appliance.record import MAX_FLAGS, Flag, Reference
+from appliance.tensors.addresses import may_be_address
 from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import TensorError, walk
 from appliance.tensors.slot import attributes, instance_dict
 
 Value = bool | int | float | str | Reference | None
-
-# What may be the address of something in this process is nothing to another one.
-LIMIT_NUMBER = 1 << 40
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 # What torch itself keeps on every module.
@@ -155,7 +153,7 @@ def _values(holder: object, known: dict[int, str]) -> Iterator[tuple[str, Value]
         if name in _OWN or name.startswith("__"):
             continue
         if type(value) in _PLAIN:
-            if not isinstance(value, int) or abs(value) < LIMIT_NUMBER:
+            if not isinstance(value, int) or not may_be_address(value):
                 yield name, value
         elif id(value) in known:
             yield name, Reference(known[id(value)])

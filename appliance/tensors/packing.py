@@ -13,6 +13,7 @@ from appliance.errors import PeerError
 from appliance.layout import ALIGNMENT_BYTES, Layout, Region, TensorEntry, TensorSpec
 from appliance.slabs import interface
 from appliance.slabs.interface import Backend, Slab, rounded_up
+from appliance.tensors.addresses import holds_addresses
 from appliance.tensors.inventory import Inventory, TensorError, named, walk
 from appliance.tensors.storage import copy_bytes, empty, over, problem, spec_of, torch_device, typed
 from appliance.tensors.stretches import Stretch, stretches
@@ -80,6 +81,8 @@ def _refuse_problems(inventory: Inventory, device: torch.device) -> None:
         found = problem(slot.value)
         if found is None and slot.value.device not in (device, torch.device("cpu")):
             found = f"on {slot.value.device} beside {device}"
+        if found is None and holds_addresses(slot.value):
+            found = "a table of addresses in this process"
         if found is not None:
             places.append(f"{slot.name} ({found})")
     if places:
