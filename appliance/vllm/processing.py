@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from appliance.errors import ConfigError
+from appliance.errors import ApplianceError, ConfigError
 from appliance.tensors.homes import Stage
 from appliance.tensors.inventory import TensorError, walk
 from appliance.tensors.slot import Slot
@@ -61,13 +61,15 @@ def process_again(module: torch.nn.Module, process: Process, *, opaque: Collecti
         try:
             with _derived_set_aside(module):
                 process(module)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            for slot in given:
+                if _now(slot) is not slot.value:
+                    slot.put(slot.value)
+        except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, ApplianceError):
             raise
-        except RuntimeError as error:
-            raise TensorError(f"vLLM does not process these weights once more: {error}") from error
-        for slot in given:
-            if _now(slot) is not slot.value:
-                slot.put(slot.value)
+        except Exception as error:
+            # It may look for what is gone by then, or leave a tuple or list that has no place for what was in it.
+            said = str(error) or type(error).__name__
+            raise TensorError(f"vLLM does not process these weights once more: {said}") from error
 
 
 def _own_what_is_rewritten(module: torch.nn.Module) -> set[torch.nn.Parameter]:

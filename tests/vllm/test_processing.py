@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -70,16 +70,25 @@ def test_nothing_is_rebuilt_by_a_vllm_without_that_mode(monkeypatch: pytest.Monk
     process_again(module_of(method(supports=True)), never)
 
 
-def test_a_method_that_breaks_off_leaves_the_next_stage_to_be_tried(mode: Mode) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("MXFP4: only for another backend"),
+        AttributeError("only for another backend"),
+        AssertionError("only for another backend"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_method_that_breaks_off_leaves_the_next_stage_to_be_tried(mode: Mode, error: Exception) -> None:
     def process(module: nn.Module) -> None:
-        raise RuntimeError("MXFP4: only for another backend")
+        raise error
 
     with pytest.raises(TensorError, match="only for another backend"):
         process_again(module_of(method(supports=True)), process)
 
 
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_device_that_fails_is_not_taken_for_such_a_method(mode: Mode, kind: Any) -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, ConfigError])
+def test_a_machine_that_fails_is_not_taken_for_such_a_method(mode: Mode, kind: Any) -> None:
     error = kind.__new__(kind)
 
     def process(module: nn.Module) -> None:
@@ -186,6 +195,25 @@ class LatentAttention(nn.Module):
         else:
             self.W_UV = nn.Parameter(made, requires_grad=False)
         self.ready = True
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda layer: setattr(layer, "pair", None),
+        lambda layer: setattr(layer, "pair", ()),
+        lambda layer: layer.scales.clear(),
+    ],
+    ids=["no tuple", "a shorter tuple", "a shorter list"],
+)
+def test_a_tensor_whose_place_is_gone_leaves_the_next_stage_to_be_tried(
+    mode: Mode, lose: Callable[[Any], None]
+) -> None:
+    module = module_of(method(supports=True))
+    layer: Any = module.get_submodule("0")
+    layer.pair, layer.scales = (torch.ones(1), 2), [torch.ones(1)]
+    with pytest.raises(TensorError, match="once more"):
+        process_again(module, lambda module: lose(layer))
 
 
 def test_what_attention_derives_is_not_written_to_where_it_lies(mode: Mode) -> None:
