@@ -5,7 +5,7 @@ One line of JSON (everything a keeper needs), then the layout (which only engine
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ MAX_RECORD_BYTES = 256 << 20
 MAX_SLABS = 250
 MAX_FILES = 10_000
 MAX_FLAGS = 10_000
+MAX_FLAGS_BYTES = MAX_HEADER_BYTES // 2
 
 _SHARD_ID = re.compile(r"[0-9a-f]{16}")
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -83,7 +84,7 @@ class ShardRecord:
             "signer": self.signer,
             "slab_sizes": self.slab_sizes,
             "checksums": self.checksums,
-            "flags": [(flag.place, flag.name, _flag_json(flag.value)) for flag in self.flags],
+            "flags": list(map(_fields, self.flags)),
             "files": self.files,
             "phases_s": self.phases_s,
         }
@@ -104,6 +105,21 @@ def decode_header(data: bytes) -> ShardRecord:
         return _from_json(header)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise PeerError(f"shard record: missing or malformed field: {error}") from error
+
+
+def flags_problem(flags: Sequence[Flag]) -> str | None:
+    """Return why no record can hold these flags; None if one can."""
+    if len(flags) > MAX_FLAGS:
+        return f"{len(flags)} values, at most {MAX_FLAGS} can be kept"
+    fields = list(map(_fields, flags))
+    if len(json.dumps(fields)) > MAX_FLAGS_BYTES:
+        return f"values of more than {MAX_FLAGS_BYTES} bytes"
+    for flag, written in zip(flags, fields, strict=True):
+        try:
+            _flag(written)
+        except ValueError as error:
+            return f"{flag.name[:80]!r} on {flag.place[:200]!r}: {error}"
+    return None
 
 
 def layout_bytes(data: bytes) -> bytes:
@@ -151,8 +167,9 @@ def _from_json(header: Any) -> ShardRecord:
     )
 
 
-def _flag_json(value: bool | int | float | str | Reference | None) -> Any:
-    return {"place": value.place} if isinstance(value, Reference) else value
+def _fields(flag: Flag) -> list[Any]:
+    value = flag.value
+    return [flag.place, flag.name, {"place": value.place} if isinstance(value, Reference) else value]
 
 
 def _flag(fields: Any) -> Flag:

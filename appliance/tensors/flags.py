@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from appliance.errors import PeerError
-from appliance.record import MAX_FLAGS, Flag, Reference
+from appliance.record import Flag, Reference, flags_problem
 from appliance.tensors.addresses import may_be_address
 from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import TensorError, walk
@@ -32,7 +32,7 @@ _ABSENT = object()
 def flags_of(
     loaded: nn.Module, skeleton: nn.Module, *, inner: bool = False, opaque: Collection[type] = ()
 ) -> tuple[Flag, ...]:
-    """Return what loading set beside tensors in `loaded`, by place; TensorError if it is no end of it.
+    """Return what loading set beside tensors in `loaded`, by place; TensorError where no record can hold it.
 
     A registered module is a place under each of its names. With `inner` every object that one holds is a place, too,
     but for instances of the `opaque` types: what that brings has to be proved, as it may be of use here alone.
@@ -48,7 +48,7 @@ def flags_of(
     known = {id(there): place for place, there, _ in reversed(pairs)} if inner else {}
     # What this module and another one hold is neither's: who sets something on it does so for the whole process.
     shared = {id(holder) for holder in walk(loaded, opaque=opaque).holders.values()} if inner else set()
-    flags = [
+    flags = tuple(
         Flag(place, name, value)
         for place, there, here in pairs
         if id(here) not in shared and not _is_value(here)
@@ -56,10 +56,10 @@ def flags_of(
         if not _same(_set(here, {}).get(name, _ABSENT), value)
         # What refers to another object has its own in a skeleton already, or nothing.
         and not (isinstance(value, Reference) and attributes(here).get(name) is not None)
-    ]
-    if len(flags) > MAX_FLAGS:
-        raise TensorError(f"loading set {len(flags)} values beside tensors; at most {MAX_FLAGS} can be kept")
-    return tuple(flags)
+    )
+    if (reason := flags_problem(flags)) is not None:
+        raise TensorError(f"loading set beside tensors what cannot be kept: {reason}")
+    return flags
 
 
 def set_flags(

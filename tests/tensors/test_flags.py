@@ -216,3 +216,13 @@ def test_too_many_are_refused() -> None:
         loaded.__dict__[f"flag{number}"] = number
     with pytest.raises(TensorError, match="at most"):
         flags_of(loaded, module())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("a\nb", 1), ("a" * 513, 1), ("text", "x" * (2 << 20))], ids=["odd", "long", "large"]
+)
+def test_what_no_record_can_hold_is_told_before_one_is_made(name: str, value: object) -> None:
+    loaded = module()
+    loaded.get_submodule("0").__dict__[name] = value
+    with pytest.raises(TensorError, match="cannot be kept"):
+        flags_of(loaded, module())
