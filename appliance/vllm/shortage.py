@@ -55,7 +55,9 @@ def telling_shortage(doing: str) -> Iterator[None]:
 def shortage(error: BaseException, doing: str) -> ResourceError | None:
     """Return what to tell an operator where this error, or one that it comes of, is a shortage of memory; else None."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen: list[BaseException] = []  # an error may be raised from itself
+    while cause is not None and cause not in seen:
+        seen.append(cause)
         if (kind := _kind(cause)) is not None:
             what, hint = kind
             said = " ".join(str(cause).split())[:_SHOWN_CHARS]

@@ -81,6 +81,12 @@ def test_what_has_nothing_to_do_with_memory_passes_as_it_is(error: Exception) ->
     assert caught.value is error
 
 
+def test_an_error_that_comes_of_itself_passes_as_it_is() -> None:
+    one, other = RuntimeError("no engine"), RuntimeError("no worker")
+    one.__cause__, other.__cause__ = other, one
+    assert shortage(one, "comparing") is None
+
+
 def test_what_is_told_already_is_told_as_it_was() -> None:
     with pytest.raises(MissError, match="out of memory"), telling_shortage("comparing"):
         raise MissError("nothing here is out of memory")
