@@ -1,9 +1,12 @@
 """Whether two modules are the same bit for bit: every tensor, registered or not, and every flag beside them."""
 
+import contextlib
+import hashlib
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -11,12 +14,15 @@ import torch
 from torch import nn
 
 from appliance.layout import Path, TensorSpec, shown
+from appliance.tensors.addresses import may_be_address
 from appliance.tensors.inventory import Inventory, walk
 from appliance.tensors.slot import Slot, attributes
 from appliance.tensors.storage import problem, same_bytes, spec_of, type_name
 from appliance.tensors.stretches import stretches
 
-_WRITTEN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, PurePath)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_WRITTEN = (*_ATOMS, torch.Size, range, slice, PurePath)
+_BUFFERS = frozenset({"numpy", "array"})
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Their keys come from a counter of the process.
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
@@ -36,8 +42,9 @@ def differences(
     2. class, dtype, shape, strides, device, gradient flag and bytes of each tensor
     3. which places hold the same object, tensor or not, and which tensors overlap in memory, and where
     4. unless `values` is false: the other attributes of everything that tensors were looked for in: numbers, strings
-       and the like by value, the rest by class. What sets a flag while it replaces a tensor shows here. Left out are
-       those attributes of tensors that nothing reads which computes, `unused`.
+       and the like by value, those that a function or partial keeps too, the rest by class. What sets a flag while it
+       replaces a tensor shows here. Left out are those attributes of tensors that nothing reads which computes,
+       `unused`.
     """
     inventories = walk(one, opaque=opaque), walk(other, opaque=opaque)
     return [
@@ -172,9 +179,39 @@ def _written(value: object) -> str:
         return repr(value)
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__} of {sorted(map(_written, value))}"
+    if isinstance(value, partial):
+        keywords = {name: _written(argument) for name, argument in value.keywords.items()}
+        return f"partial of {_written(value.func)} with {[*map(_written, value.args)]}, {keywords}"
     if isinstance(value, type | types.FunctionType | types.MethodType):
-        return f"{value.__module__}.{value.__qualname__}"
-    return type_name(type(value))
+        kept = [repr(part) for part in _kept(value) if isinstance(part, _ATOMS) and not _is_of_this_process(part)]
+        return f"{value.__module__}.{value.__qualname__}" + (f" with {kept}" if kept else "")
+    return type_name(type(value)) + _contents(value)
+
+
+def _kept(value: object) -> Iterator[object]:
+    """Yield what a function was made with, beside its code."""
+    function = value.__func__ if isinstance(value, types.MethodType) else value
+    if isinstance(function, types.FunctionType) and function.__closure__ is not None:
+        for cell in function.__closure__:
+            with contextlib.suppress(ValueError):  # it is empty
+                yield cell.cell_contents
+
+
+def _contents(value: Any) -> str:
+    """Return what tells one array of numbers from another one; nothing of what is none."""
+    if type(value).__module__.partition(".")[0] not in _BUFFERS:
+        return ""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError):
+        return ""
+    # Of an array of objects these would be addresses.
+    written = b"" if "O" in view.format else view.tobytes()
+    return f" {view.format} {view.shape} {hashlib.sha256(written).hexdigest()[:16]}"
+
+
+def _is_of_this_process(value: object) -> bool:
+    return isinstance(value, int) and may_be_address(value)
 
 
 def _link(value: object, place: str, names: Mapping[int, str]) -> str:

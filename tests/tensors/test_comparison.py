@@ -1,7 +1,10 @@
 """What differs between two modules is seen, whatever it is."""
 
+import hashlib
 import math
+from array import array
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,12 @@ def _model() -> Any:
     model.pair = [whole := torch.zeros(4), whole[1:3]]
     model.helper = Helper()
     model.helper.table, model.helper.kind, model.helper.names = {"a": torch.ones(1)}, "fast", {"x", "y"}
+    model.scaled, model.clamp, model.span, model.steps = (
+        partial(_scaled, by=2),
+        _clamp(0.25),
+        range(2),
+        array("l", [1, 2, 3]),
+    )
     model.helpers = [Helper(), Helper()]
     model.helpers[0].kind, model.helpers[1].kind = "fast", "fast"
     model.shared, model.links, model.call = [model.helpers[0]], {"linear": model.one}, model.other.forward
@@ -39,6 +48,17 @@ def _rebuilt(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
 
 def _hook(module: nn.Module, arguments: Any, result: Any) -> None:
     """Do nothing."""
+
+
+def _scaled(value: float, *, by: int) -> float:
+    return value * by
+
+
+def _clamp(limit: float) -> Callable[[float], float]:
+    def clamp(value: float) -> float:
+        return min(value, limit)
+
+    return clamp
 
 
 def _flip(tensor: torch.Tensor) -> None:
@@ -133,6 +153,23 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         "links['linear']: torch.nn.modules.linear.Linear, that of one and torch.nn.modules.linear.Linear, "
         "that of other",
     ),
+    "what a partial is given": (
+        lambda model: setattr(model, "scaled", partial(_scaled, by=3)),
+        f"scaled: partial of {__name__}._scaled with [], {{'by': '2'}} and "
+        f"partial of {__name__}._scaled with [], {{'by': '3'}}",
+    ),
+    "what a function keeps": (
+        lambda model: setattr(model, "clamp", _clamp(0.5)),
+        f"clamp: {__name__}._clamp.<locals>.clamp with ['0.25'] and {__name__}._clamp.<locals>.clamp with ['0.5']",
+    ),
+    "numbers of Python's own": (
+        lambda model: model.steps.append(4),
+        "steps: array.array l (3,) "
+        + hashlib.sha256(array("l", [1, 2, 3]).tobytes()).hexdigest()[:16]
+        + " and array.array l (4,) "
+        + hashlib.sha256(array("l", [1, 2, 3, 4]).tobytes()).hexdigest()[:16],
+    ),
+    "a range": (lambda model: setattr(model, "span", range(3)), "span: range(0, 2) and range(0, 3)"),
     "an object too many": (
         lambda model: setattr(model, "more", Helper()),
         "more: absent and tests.tensors.modules.Helper",
