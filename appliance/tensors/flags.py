@@ -119,9 +119,9 @@ def _is_value(holder: object) -> bool:
     return bool(getattr(getattr(type(holder), "__dataclass_params__", None), "frozen", False))
 
 
-def _is_taken(holder: object, flag: Flag) -> bool:
+def _is_taken(holder: Any, flag: Flag) -> bool:
     """Tell whether a name of a module is one of torch's, or that of a part or tensor that it would go on without."""
-    if not isinstance(holder, nn.Module):
+    if not issubclass(type(holder), nn.Module):
         return False
     registries = (holder._modules, holder._parameters, holder._buffers)
     is_hidden = flag.value is not None and any(registry.get(flag.name) is not None for registry in registries)
@@ -135,7 +135,7 @@ def _resolved(module: nn.Module, place: str, opaque: Collection[type]) -> Any:
         if not _is_place(found, opaque):
             return None
         names = attributes(found)
-        if isinstance(found, nn.Module):
+        if issubclass(type(found), nn.Module):
             names = names | found._modules
         if step.startswith("__") or step not in names:
             return None
@@ -148,7 +148,7 @@ def _set(holder: object, known: dict[int, str]) -> dict[str, Value]:
     return dict(_values(holder, known))
 
 
-def _values(holder: object, known: dict[int, str]) -> Iterator[tuple[str, Value]]:
+def _values(holder: Any, known: dict[int, str]) -> Iterator[tuple[str, Value]]:
     for name, value in instance_dict(holder).items():
         if name in _OWN or name.startswith("__"):
             continue
@@ -157,7 +157,7 @@ def _values(holder: object, known: dict[int, str]) -> Iterator[tuple[str, Value]
                 yield name, value
         elif id(value) in known:
             yield name, Reference(known[id(value)])
-    if isinstance(holder, nn.Module):
+    if issubclass(type(holder), nn.Module):
         for registry in (holder._parameters, holder._buffers):
             for name, value in registry.items():
                 if value is None:

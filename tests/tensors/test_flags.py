@@ -197,6 +197,23 @@ def test_nothing_but_a_module_and_its_objects_is_reached(place: str) -> None:
     assert not any(hasattr(part, "seen") for part in held.values())
 
 
+class Shy:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("ask nothing")
+
+
+def test_an_object_that_answers_with_an_error_is_not_asked() -> None:
+    loaded, skeleton = with_kernel(), with_kernel()
+    for layers, width in ((loaded, 3), (skeleton, None)):
+        shy = Shy()
+        object.__setattr__(shy, "width", width)
+        vars(layers.get_submodule("0"))["shy"] = shy
+    flags = flags_of(loaded, skeleton, inner=True)
+    assert flags == (Flag("0.shy", "width", 3),)
+    set_flags(skeleton, flags)
+    assert flags_of(loaded, skeleton, inner=True) == ()
+
+
 @pytest.mark.parametrize("value", [None, 1, Reference("0")])
 @pytest.mark.parametrize("name", ["_modules", "_parameters", "_forward_hooks", "training"])
 def test_what_torch_keeps_on_a_module_is_not_set(name: str, value: Any) -> None:
