@@ -127,7 +127,7 @@ def _valued(one: Inventory, other: Inventory, unused: frozenset[str]) -> Iterato
             yield f"{shown(path) or 'the module'}: only in the first"
             continue
         here, there = _values(path, holder, names), _values(path, other.holders[path], peer_names)
-        left_out = {f".{name}" for name in unused} if isinstance(holder, torch.Tensor) else ()
+        left_out = {f".{name}" for name in unused} if _is(holder, torch.Tensor) else ()
         for name in {**here, **there}:
             if name not in left_out and here.get(name) != there.get(name):
                 place = shown(path) + name
@@ -137,61 +137,61 @@ def _valued(one: Inventory, other: Inventory, unused: frozenset[str]) -> Iterato
             yield f"{shown(path)}: only in the second"
 
 
-def _is_unused(holder: object, unused: frozenset[str]) -> bool:
-    return isinstance(holder, torch.Tensor) and attributes(holder).keys() <= unused
+def _is_unused(holder: Any, unused: frozenset[str]) -> bool:
+    return _is(holder, torch.Tensor) and attributes(holder).keys() <= unused
 
 
 def _names(inventory: Inventory) -> dict[int, str]:
     """Return the first place of each object that can be in several, by its id."""
     names: dict[int, str] = {}
     for path, holder in inventory.holders.items():
-        if not isinstance(holder, torch.Tensor | tuple):
+        if not _is(holder, torch.Tensor, tuple):
             names.setdefault(id(holder), shown(path) or "the module")
     return names
 
 
 def _values(path: Path, holder: Any, names: Mapping[int, str]) -> dict[str, str]:
     values = {f".{name}": value for name, value in attributes(holder).items() if name not in _REGISTRIES}
-    if isinstance(holder, nn.Module):
+    if _is(holder, nn.Module):
         values.update(
             (f".{name}", None)
             for registry in _REGISTRIES
             for name, value in getattr(holder, registry).items()
             if value is None
         )
-    if isinstance(holder, dict):
+    if _is(holder, dict):
         values.update((f"[{key!r}]", value) for key, value in holder.items())
-    elif isinstance(holder, list | tuple | deque):
+    elif _is(holder, list, tuple, deque):
         values.update((f"[{index}]", value) for index, value in enumerate(holder))
     written = {name: _written(value) + _link(value, shown(path) + name, names) for name, value in values.items()}
-    if isinstance(holder, nn.Module):
+    if _is(holder, nn.Module):
         hooks = {f".{name}": vars(holder).get(name) for name in _HOOKS}
         written.update(
-            (name, str(list(map(_written, found.values())))) for name, found in hooks.items() if isinstance(found, dict)
+            (name, str(list(map(_written, found.values())))) for name, found in hooks.items() if _is(found, dict)
         )
     return written
 
 
-def _written(value: object) -> str:
-    if isinstance(value, torch.Tensor):
+def _written(value: Any) -> str:
+    if _is(value, torch.Tensor):
         return "a tensor"  # compared as such
-    if isinstance(value, _WRITTEN):
+    if _is(value, *_WRITTEN):
         return repr(value)
-    if isinstance(value, set | frozenset):
+    if _is(value, set, frozenset):
         return f"{type(value).__name__} of {sorted(map(_written, value))}"
-    if isinstance(value, partial):
+    if _is(value, partial):
         keywords = {name: _written(argument) for name, argument in value.keywords.items()}
         return f"partial of {_written(value.func)} with {[*map(_written, value.args)]}, {keywords}"
-    if isinstance(value, type | types.FunctionType | types.MethodType):
-        kept = [repr(part) for part in _kept(value) if isinstance(part, _ATOMS) and not _is_of_this_process(part)]
+    if _is(value, type, types.FunctionType, types.MethodType):
+        kept = [repr(part) for part in _kept(value) if _is(part, *_ATOMS) and not _is_of_this_process(part)]
         return f"{value.__module__}.{value.__qualname__}" + (f" with {kept}" if kept else "")
     return type_name(type(value)) + _contents(value)
 
 
-def _kept(value: object) -> Iterator[object]:
+def _kept(value: Any) -> Iterator[object]:
     """Yield what a function was made with, beside its code."""
-    function = value.__func__ if isinstance(value, types.MethodType) else value
-    if isinstance(function, types.FunctionType) and function.__closure__ is not None:
+    function = value.__func__ if _is(value, types.MethodType) else value
+    if _is(function, types.FunctionType) and function.__closure__ is not None:
         for cell in function.__closure__:
             with contextlib.suppress(ValueError):  # it is empty
                 yield cell.cell_contents
@@ -210,14 +210,19 @@ def _contents(value: Any) -> str:
     return f" {view.format} {view.shape} {hashlib.sha256(written).hexdigest()[:16]}"
 
 
-def _is_of_this_process(value: object) -> bool:
-    return isinstance(value, int) and may_be_address(value)
+def _is_of_this_process(value: Any) -> bool:
+    return _is(value, int) and may_be_address(value)
 
 
-def _link(value: object, place: str, names: Mapping[int, str]) -> str:
+def _link(value: Any, place: str, names: Mapping[int, str]) -> str:
     """Return where an object is first, or whose method it is, unless that is this very place."""
-    name = names.get(id(value.__self__ if isinstance(value, types.MethodType) else value))
+    name = names.get(id(value.__self__ if _is(value, types.MethodType) else value))
     return "" if name is None or name == place.removeprefix(".") else f", that of {name}"
+
+
+def _is(value: object, *kinds: type) -> bool:
+    """Return what `isinstance` does without asking the object: there are some that answer with an error."""
+    return issubclass(type(value), kinds)
 
 
 def _pairs(one: Inventory, other: Inventory) -> Iterator[tuple[Slot, Slot]]:

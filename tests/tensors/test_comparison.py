@@ -193,6 +193,19 @@ def test_a_change_is_seen(change: str) -> None:
     assert differences(model, _model()) != []
 
 
+class Shy:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("ask nothing")
+
+
+def test_an_object_that_answers_with_an_error_is_not_asked() -> None:
+    models = _model(), _model()
+    for width, model in enumerate(models):
+        model.shy = [Shy()]
+        object.__setattr__(model.shy[0], "width", width)
+    assert differences(*models) == ["shy[0].width: 0 and 1"]
+
+
 def test_a_change_of_a_flag_alone_can_be_left_out() -> None:
     model = _model()
     model.helper.kind = "slow"
