@@ -280,7 +280,8 @@ class _Taker:
         try:
             opaque = self.source.opaque
             awaited = bind(module, layout, device, slabs, sizes, copy=self.terms.copy, stage=stage, opaque=opaque)
-            set_flags(module, record.flags, inner=False, opaque=opaque)
+            # Weights as they were loaded bring along no others: what has no place is refused now.
+            set_flags(module, record.flags, inner=False if stage == "processed" else None, opaque=opaque)
             return awaited
         finally:
             if not keep:

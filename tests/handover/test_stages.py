@@ -1,5 +1,6 @@
 """Weights are kept processed where the donor has proved that another process gets the same module, else as loaded."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -8,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from appliance.errors import PeerError
 from appliance.handover.source import Loaded
 from appliance.handover.weights import STAGES, Weights, stage_of
 from appliance.keeper.settings import Slot
+from appliance.record import Flag
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of
 from appliance.tensors.homes import Stage
@@ -160,6 +163,20 @@ def test_what_is_not_proved_is_kept_as_loaded_and_says_why(
     layer: Any = attached.module
     assert layer.weight.shape == (3, 2)
     close(donated, attached)
+
+
+class Elsewhere(Made):
+    """A source whose weights, as loaded, bring along what no module of it can have."""
+
+    stages: tuple[Stage, ...] = ("loaded",)
+
+    def load(self, stage: Stage, on_progress: Callable[[str], None]) -> Loaded:
+        return dataclasses.replace(super().load(stage, on_progress), flags=(Flag("elsewhere", "seen", True),))
+
+
+def test_what_has_no_place_beside_loaded_weights_is_refused(serving: Serving) -> None:
+    with pytest.raises(PeerError, match="'elsewhere', which this module has not"):
+        obtained(serving, Elsewhere())
 
 
 def test_objects_that_are_rebuilt_with_tensors_of_their_own_are_so_where_they_are_attached(serving: Serving) -> None:
