@@ -178,6 +178,8 @@ def main() -> int:
     parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.control < 0:
+        parser.error("--control: how often is no negative number")
     try:
         target = read_target(arguments.manifest, arguments.model)
         count = target.model.parallel.data
