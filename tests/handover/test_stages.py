@@ -127,10 +127,12 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
         yield serving
 
 
-def close(*all_weights: Weights) -> None:
+def close(serving: Serving, *all_weights: Weights) -> None:
+    """End the leases; the keeper has said so when this returns."""
     for weights in all_weights:
         assert weights.client is not None
         weights.client.close()
+    serving.wait_until(lambda: not serving.holdings.leases)
 
 
 @pytest.mark.parametrize("again", [_asked_whether_it_is_done, _renewed])
@@ -144,7 +146,7 @@ def test_what_is_proved_is_kept_processed_and_is_the_same_to_who_attaches(
     assert differences(donated.module, attached.module) == []
     layer: Any = attached.module
     assert (layer.kernel.width, layer.weight.shape) == (2, (3, 2))
-    close(donated, attached)
+    close(serving, donated, attached)
 
 
 @pytest.mark.parametrize("again", [_widened, _removed])
@@ -162,7 +164,7 @@ def test_what_is_not_proved_is_kept_as_loaded_and_says_why(
     assert differences(donated.module, attached.module) == []
     layer: Any = attached.module
     assert layer.weight.shape == (3, 2)
-    close(donated, attached)
+    close(serving, donated, attached)
 
 
 class Elsewhere(Made):
@@ -186,7 +188,7 @@ def test_objects_that_are_rebuilt_with_tensors_of_their_own_are_so_where_they_ar
     assert differences(donated.module, attached.module) == []
     layer: Any = attached.module
     assert layer.table.weight is layer.weight
-    close(donated, attached)
+    close(serving, donated, attached)
 
 
 @pytest.mark.parametrize("again", [_rebuilt_otherwise, _asked_whether_it_is_done])
@@ -194,12 +196,12 @@ def test_objects_that_are_rebuilt_otherwise_or_not_at_all_are_not_attached(
     serving: Serving, again: Callable[[Layer], object], capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = Made(again, tables=True)
-    close(obtained(serving, source))
+    close(serving, obtained(serving, source))
     assert source.loaded == ["processed", "loaded"]
     assert "table.doubled" in capfd.readouterr().err
 
 
 def test_an_engine_that_rebuilds_otherwise_than_the_donor_does_not_start(serving: Serving) -> None:
-    close(obtained(serving, Made(_rebuilt, tables=True)))
+    close(serving, obtained(serving, Made(_rebuilt, tables=True)))
     with pytest.raises(TensorError, match=r"table\.doubled of the shard are not what this process makes of it"):
         obtained(serving, Made(_rebuilt_otherwise, tables=True))
