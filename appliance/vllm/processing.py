@@ -59,8 +59,8 @@ def process_again(module: torch.nn.Module, process: Process, *, opaque: Collecti
             return
         given = list(walk(module, opaque=opaque).slots.values())
         try:
-            with _derived_set_aside(module):
-                process(module)
+            _set_derived_aside(module)
+            process(module)
             for slot in given:
                 if _now(slot) is not slot.value:
                     slot.put(slot.value)
@@ -134,19 +134,12 @@ def _can_be_rebuilt(module: torch.nn.Module) -> bool:
     return all(getattr(method, "supports_pre_processed_weights", True) for method in methods)
 
 
-@contextlib.contextmanager
-def _derived_set_aside(module: torch.nn.Module) -> Iterator[None]:
-    """Have attention make anew what it would write to where the last one lies, which is mapped; that stays in use."""
-    aside = [
-        (part, name, parameter)
-        for part in module.modules()
-        if hasattr(part, "process_weights_after_loading")
-        for name, parameter in part.named_parameters(recurse=False)
-        if name in _DERIVED
-    ]
-    for part, name, parameter in aside:
-        # Of another shape, so that nothing is copied to it.
-        setattr(part, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))
-    yield
-    for part, name, parameter in aside:
-        setattr(part, name, parameter)
+def _set_derived_aside(module: torch.nn.Module) -> None:
+    """Have attention make anew what it would write to where the last one lies, which is mapped."""
+    for part in module.modules():
+        if not hasattr(part, "process_weights_after_loading"):
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if name in _DERIVED:
+                # Of another shape, so that nothing is copied to it.
+                setattr(part, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))
