@@ -35,6 +35,9 @@ class Reference:
     place: str
 
 
+FlagValue = bool | int | float | str | Reference | None
+
+
 @dataclass(frozen=True)
 class Flag:
     """What loading set beside tensors: on a module, or on an object that one holds.
@@ -44,7 +47,7 @@ class Flag:
 
     place: str
     name: str
-    value: bool | int | float | str | Reference | None
+    value: FlagValue
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from appliance.errors import PeerError
-from appliance.record import Flag, Reference, flags_problem
+from appliance.record import Flag, FlagValue, Reference, flags_problem
 from appliance.tensors.addresses import may_be_address
 from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import TensorError, walk
 from appliance.tensors.slot import attributes, instance_dict
-
-Value = bool | int | float | str | Reference | None
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 # What torch itself keeps on every module.
@@ -52,10 +50,7 @@ def flags_of(
         Flag(place, name, value)
         for place, there, here in pairs
         if id(here) not in shared and not _is_value(here)
-        for name, value in _set(there, known).items()
-        if not _same(_set(here, {}).get(name, _ABSENT), value)
-        # What refers to another object has its own in a skeleton already, or nothing.
-        and not (isinstance(value, Reference) and attributes(here).get(name) is not None)
+        for name, value in _set(there, here, known)
     )
     if (reason := flags_problem(flags)) is not None:
         raise TensorError(f"loading set beside tensors what cannot be kept: {reason}")
@@ -143,12 +138,18 @@ def _resolved(module: nn.Module, place: str, opaque: Collection[type]) -> Any:
     return found
 
 
-def _set(holder: object, known: dict[int, str]) -> dict[str, Value]:
-    """Return a place's own plain values, the parameters and buffers registered as None, and references to others."""
-    return dict(_values(holder, known))
+def _set(there: object, here: object, known: dict[int, str]) -> Iterator[tuple[str, FlagValue]]:
+    """Yield what is set on a loaded place and is not on the skeleton's one."""
+    fresh, present = dict(_values(here, {})), attributes(here)
+    for name, value in dict(_values(there, known)).items():
+        # What refers to another object has its own in a skeleton already, or nothing.
+        is_there = isinstance(value, Reference) and present.get(name) is not None
+        if not is_there and not _same(fresh.get(name, _ABSENT), value):
+            yield name, value
 
 
-def _values(holder: Any, known: dict[int, str]) -> Iterator[tuple[str, Value]]:
+def _values(holder: Any, known: dict[int, str]) -> Iterator[tuple[str, FlagValue]]:
+    """Yield a place's own plain values, the parameters and buffers registered as None, and references to others."""
     for name, value in instance_dict(holder).items():
         if name in _OWN or name.startswith("__"):
             continue
