@@ -10,6 +10,7 @@ the figures. DIR gets results.json, a table, and every line of every engine with
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -39,6 +40,8 @@ READY_TIMEOUT_S = 420.0
 STOP_TIMEOUT_S = 90.0
 PROMPT = "The capital of France is"
 SAMPLE_S = 0.05
+# So often each engine answers the same prompt, to tell what differs between starts from what differs in one of them.
+ANSWERS = 3
 # Each phase ends with the first line that says so, in this order; a line that this vLLM does not write ends nothing.
 ENDS = (
     ("imports of the server", r"vLLM API server version|Resolved architecture"),
@@ -62,7 +65,9 @@ class Start:
     lines: list[tuple[float, str]] = field(default_factory=list)
     healthy_s: float = 0.0
     first_token_s: float = 0.0
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    least_margin: float = math.inf
     peak_mib: int = 0
     before_mib: int = 0
 
@@ -79,6 +84,15 @@ class Start:
                 last_s, position = self.lines[found][0], found + 1
         phases["first token"] = self.first_token_s - last_s
         return phases
+
+    def take(self, answer: dict[str, Any]) -> None:
+        """Note a completion: its text, and how far its two likeliest tokens were apart where they were closest."""
+        choice = answer["choices"][0]
+        self.texts.append(choice["text"])
+        self.logprobs.append(choice["logprobs"]["token_logprobs"])
+        for likely in choice["logprobs"]["top_logprobs"]:
+            first, second, *_ = sorted(likely.values(), reverse=True)
+            self.least_margin = min(self.least_margin, first - second)
 
     def worker_s(self) -> dict[str, float]:
         """Return how long the steps of attaching took in the slowest worker, as an attached engine tells it."""
@@ -137,10 +151,13 @@ def started(argv: Sequence[str], environ: dict[str, str], log: Path, place: Plac
         start.healthy_s = time.monotonic() - began
         answer = place.get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0})
         start.first_token_s = time.monotonic() - began
-        more = place.get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0})
         assert answer is not None
-        assert more is not None
-        start.text = more["choices"][0]["text"]
+        greedy = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "logprobs": 2}
+        greedy["return_tokens_as_token_ids"] = True
+        for _ in range(ANSWERS):
+            answer = place.get("/v1/completions", greedy)
+            assert answer is not None
+            start.take(answer)
         yield start
     finally:
         process.send_signal(signal.SIGTERM)
@@ -205,12 +222,14 @@ def summary(starts: dict[str, list[Start]]) -> dict[str, Any]:
             "before_mib": [start.before_mib for start in measured],
             "peak_mib": [start.peak_mib for start in measured],
             "worker_s": [start.worker_s() for start in measured],
-            "texts": [start.text for start in all_of_them],
+            "texts": [start.texts for start in all_of_them],
+            "logprobs": [start.logprobs for start in all_of_them],
+            "least_margin": [round(start.least_margin, 4) for start in all_of_them],
             "phases_s": {
                 name: round(statistics.median(found[name] for found in phases if name in found), 3) for name in names
             },
         }
-    texts = {start.text for all_of_them in starts.values() for start in all_of_them}
+    texts = {text for all_of_them in starts.values() for start in all_of_them for text in start.texts}
     return {"kinds": kinds, "same_text": len(texts) == 1}
 
 
@@ -254,6 +273,9 @@ def main() -> int:
         for number in range(given.rounds + 1):
             with started(attach, environ, out / f"attached-{number}.txt", place) as start:
                 starts["attached"].append(start)
+        # Whatever the engines answered, they left what was donated as it was.
+        scrub = [sys.executable, "-m", "appliance", "scrub", MODEL, "--manifest", str(site.manifest)]
+        results["scrub_status"] = subprocess.run(scrub, check=False).returncode
     # The weights are linked there beside the configs.
     folder = target.manifest.directories.state / "configs" / target.identity.root_digest
     serve = [sys.executable, "-m", "appliance.vllm.command_line"]
