@@ -1,7 +1,8 @@
 """What an engine sets beside tensors while it loads: whether a draft has its own embedding, how wide a weight was.
 
-It lies in no slab, and a process that attaches never ran the code that set it: on modules, and on the objects that they
-hold. What is no plain value is kept where it is another of these objects, by its place.
+It lies in no slab, and a process that attaches never ran the code that set it: on modules, on the objects that they
+hold, and on tensors, as which of a weight's dimensions is the output's. What is no plain value is kept where it is
+another of these objects, by its place.
 """
 
 import types
@@ -16,8 +17,9 @@ from appliance.errors import PeerError
 from appliance.record import Flag, FlagValue, Reference, flags_problem
 from appliance.tensors.addresses import may_be_address
 from appliance.tensors.captures import is_machinery
-from appliance.tensors.inventory import TensorError, walk
-from appliance.tensors.slot import attributes, instance_dict
+from appliance.tensors.inventory import Inventory, TensorError, walk
+from appliance.tensors.slot import Slot, attributes, instance_dict
+from appliance.tensors.storage import type_name
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 # What torch itself keeps on every module.
@@ -33,7 +35,8 @@ def flags_of(
     """Return what loading set beside tensors in `loaded`, by place; TensorError where no record can hold it.
 
     A registered module is a place under each of its names. With `inner` every object that one holds is a place, too,
-    but for instances of the `opaque` types: what that brings has to be proved, as it may be of use here alone.
+    and every tensor, but for instances of the `opaque` types: what that brings has to be proved, as it may be of use
+    here alone.
     """
     fresh = dict(skeleton.named_modules(remove_duplicate=False))
     pairs = [
@@ -44,14 +47,17 @@ def flags_of(
     if inner:
         pairs += _inner_pairs(loaded, skeleton, opaque)
     known = {id(there): place for place, there, _ in reversed(pairs)} if inner else {}
+    inventory = walk(loaded, opaque=opaque) if inner else Inventory()
     # What this module and another one hold is neither's: who sets something on it does so for the whole process.
-    shared = {id(holder) for holder in walk(loaded, opaque=opaque).holders.values()} if inner else set()
+    shared = {id(holder) for holder in inventory.holders.values()}
     flags = tuple(
         Flag(place, name, value)
         for place, there, here in pairs
         if id(here) not in shared and not _is_value(here)
         for name, value in _set(there, here, known)
     )
+    if inner:
+        flags += tuple(_of_tensors(loaded, inventory, walk(skeleton, opaque=opaque)))
     if (reason := flags_problem(flags)) is not None:
         raise TensorError(f"loading set beside tensors what cannot be kept: {reason}")
     return flags
@@ -63,7 +69,8 @@ def set_flags(
     """Set them on another process's module; PeerError, naming it, for one that has no such place, or may not be set.
 
     With `inner` false only plain values of registered modules, with `inner` true only the others. Nothing is reached
-    but modules and the objects that they hold: no class, function or module of Python's, and no `opaque` instance.
+    but modules, the objects that they hold, and tensors: no class, function or module of Python's, and no `opaque`
+    instance.
     """
     registered: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     parts = dict(registered)
@@ -71,10 +78,18 @@ def set_flags(
     def at(place: str, flag: Flag) -> Any:
         if place not in parts:
             found = _resolved(module, place, opaque)
-            if not _is_place(found, opaque):
+            if not (_is_place(found, opaque) or _is_tensor(found)):
                 raise PeerError(f"the shard sets {flag.name[:80]!r} on {place[:200]!r}, which this module has not")
             parts[place] = found
         return parts[place]
+
+    def referred(flag: Flag) -> Any:
+        if not isinstance(flag.value, Reference):
+            return flag.value
+        found = at(flag.value.place, flag)
+        if _is_tensor(found):  # those lie in slabs
+            raise PeerError(f"the shard sets {flag.name[:80]!r} to a tensor, {flag.value.place[:200]!r}")
+        return found
 
     for flag in flags:
         is_inner = flag.place not in registered or isinstance(flag.value, Reference)
@@ -83,8 +98,7 @@ def set_flags(
         holder = at(flag.place, flag)
         if flag.name.startswith("__") or _is_value(holder) or _is_taken(holder, flag):
             raise PeerError(f"the shard sets {flag.name[:80]!r} on {flag.place[:200]!r}, which no process may")
-        value = at(flag.value.place, flag) if isinstance(flag.value, Reference) else flag.value
-        instance_dict(holder)[flag.name] = value
+        instance_dict(holder)[flag.name] = referred(flag)
 
 
 def _inner_pairs(loaded: nn.Module, skeleton: nn.Module, opaque: Collection[type]) -> list[tuple[str, Any, Any]]:
@@ -99,6 +113,30 @@ def _inner_pairs(loaded: nn.Module, skeleton: nn.Module, opaque: Collection[type
         if type(there) is type(here):
             pairs.append((place, there, here))
     return pairs
+
+
+def _of_tensors(loaded: nn.Module, inventory: Inventory, skeleton: Inventory) -> Iterator[Flag]:
+    """Yield the plain values on tensors that another process's tensor does not get from its skeleton."""
+    done = set()
+    for path, slot in inventory.slots.items():
+        if id(slot.value) in done:
+            continue
+        done.add(id(slot.value))
+        place = ".".join(map(str, path))
+        if not instance_dict(slot.value) or _resolved(loaded, place, ()) is not slot.value:
+            continue
+        fresh = _kept_of(skeleton.slots.get(path), slot.value)
+        for name, value in instance_dict(slot.value).items():
+            is_plain = type(value) in _PLAIN and not (isinstance(value, int) and may_be_address(value))
+            if is_plain and not _same(fresh.get(name, _ABSENT), value) and not _is_of_class(slot.value, name):
+                yield Flag(place, name, value)
+
+
+def _kept_of(slot: Slot | None, tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what a tensor attached here has of the one that it takes the place of: all, if they are of one class."""
+    if slot is None or type_name(type(slot.value)) != type_name(type(tensor)):
+        return {}
+    return instance_dict(slot.value)
 
 
 def _is_place(holder: object, opaque: Collection[type]) -> bool:
@@ -116,11 +154,22 @@ def _is_value(holder: object) -> bool:
 
 def _is_taken(holder: Any, flag: Flag) -> bool:
     """Tell whether a name of a module is one of torch's, or that of a part or tensor that it would go on without."""
+    if _is_tensor(holder):
+        return isinstance(flag.value, Reference) or _is_of_class(holder, flag.name)
     if not issubclass(type(holder), nn.Module):
         return False
     registries = (holder._modules, holder._parameters, holder._buffers)
     is_hidden = flag.value is not None and any(registry.get(flag.name) is not None for registry in registries)
     return flag.name in _OWN or is_hidden
+
+
+def _is_tensor(holder: object) -> bool:
+    return issubclass(type(holder), torch.Tensor)
+
+
+def _is_of_class(tensor: torch.Tensor, name: str) -> bool:
+    """Tell whether a name means something else on every tensor of this class: no attribute may hide it."""
+    return any(name in vars(base) for base in type(tensor).__mro__)
 
 
 def _resolved(module: nn.Module, place: str, opaque: Collection[type]) -> Any:
@@ -131,7 +180,7 @@ def _resolved(module: nn.Module, place: str, opaque: Collection[type]) -> Any:
             return None
         names = attributes(found)
         if issubclass(type(found), nn.Module):
-            names = names | found._modules
+            names = names | found._modules | found._parameters | found._buffers
         if step.startswith("__") or step not in names:
             return None
         found = names[step]

@@ -183,7 +183,7 @@ def told() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        *("0.os", "0.os.sys", "0.told", "0.Key", "0.opaque", "0.in_features", "0.weight", "0.names", "0._modules"),
+        *("0.os", "0.os.sys", "0.told", "0.Key", "0.opaque", "0.in_features", "0.names", "0._modules"),
         *("a..b", ".", "0.", "x" * 1024),
     ],
 )
@@ -195,6 +195,67 @@ def test_nothing_but_a_module_and_its_objects_is_reached(place: str) -> None:
         with pytest.raises(PeerError, match="has not"):
             set_flags(layers, [flag], opaque=(Opaque,))
     assert not any(hasattr(part, "seen") for part in held.values())
+
+
+class Weight(nn.Parameter):
+    """What a skeleton has until post-processing makes a plain parameter of it; its class says where its inputs are."""
+
+    @property
+    def input_dim(self) -> int:
+        return 1
+
+
+def transposed(layers: nn.Module) -> nn.Module:
+    """Return the layers with their first weight as post-processing leaves it, told which dimension is which."""
+    layer = layers.get_submodule("0")
+    layer.weight = nn.Parameter(layer.weight.t(), requires_grad=False)  # type: ignore[operator]
+    vars(layer.weight).update(input_dim=0, kind="columns", loader=told)
+    return layers
+
+
+def test_what_is_set_on_a_tensor_comes_along_where_the_skeletons_one_has_it_not() -> None:
+    loaded, skeleton = transposed(module()), module()
+    skeleton.get_submodule("0").weight = Weight(torch.zeros(2, 2))
+    vars(skeleton.get_submodule("0").weight)["kind"] = "columns"  # is gone with its class
+    flags = flags_of(loaded, skeleton, inner=True)
+    assert set(flags) == {Flag("0.weight", "input_dim", 0), Flag("0.weight", "kind", "columns")}
+    other = module()
+    set_flags(other, flags, inner=False)
+    assert not vars(other.get_submodule("0").weight)
+    set_flags(other, flags, inner=True)
+    assert vars(other.get_submodule("0").weight) == {"input_dim": 0, "kind": "columns"}
+
+
+def test_what_a_tensor_keeps_from_its_skeleton_is_not_kept_twice() -> None:
+    loaded, skeleton = transposed(module()), module()
+    vars(skeleton.get_submodule("0").weight)["input_dim"] = 0
+    assert flags_of(loaded, skeleton, inner=True) == (Flag("0.weight", "kind", "columns"),)
+    assert flags_of(loaded, skeleton) == ()
+
+
+def test_a_tensor_in_several_places_has_its_flag_once() -> None:
+    loaded, skeleton = transposed(module()), module()
+    loaded.get_submodule("1.0").weight = loaded.get_submodule("0").weight
+    assert {flag.place for flag in flags_of(loaded, skeleton, inner=True)} == {"0.weight"}
+
+
+@pytest.mark.parametrize("name", ["data", "grad", "view", "shape", "input_dim", "__class__"])
+def test_what_every_tensor_of_a_class_has_is_not_hidden(name: str) -> None:
+    layers = module()
+    layers.get_submodule("0").weight = Weight(torch.zeros(2, 2))
+    with pytest.raises(PeerError, match="no process may"):
+        set_flags(layers, [Flag("0.weight", name, 1)])
+    assert not vars(layers.get_submodule("0").weight)
+
+
+def test_no_flag_is_a_tensor_or_refers_to_one() -> None:
+    layers = module()
+    for flag, match in (
+        (Flag("0", "seen", Reference("1.0.weight")), "to a tensor"),
+        (Flag("0.weight", "seen", Reference("1.0")), "no process may"),
+    ):
+        with pytest.raises(PeerError, match=match):
+            set_flags(layers, [flag])
 
 
 class Shy:

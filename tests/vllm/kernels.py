@@ -28,6 +28,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 
 from appliance.descriptors import close_all
 from appliance.layout import shown
@@ -54,11 +56,11 @@ KERNELS = {
 
 
 class Layer(nn.Module):
-    """A linear layer with vLLM's method for fp8."""
+    """A linear layer with one of vLLM's methods for fp8."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, method: Any, scheme: Any = None) -> None:
         super().__init__()
-        self.quant_method = fp8.Fp8LinearMethod(config)
+        self.quant_method, self.scheme = method, scheme
         sizes = (IN_FEATURES, [OUT_FEATURES], IN_FEATURES, OUT_FEATURES)
         self.quant_method.create_weights(self, *sizes, torch.bfloat16, weight_loader=lambda tensor, read: None)
 
@@ -80,7 +82,8 @@ def kernel_of_a_gpu(kind: Any) -> Iterator[None]:
         for one in kinds:
             stack.enter_context(patch.object(one, "is_supported", supported))
             stack.enter_context(patch.object(one, "can_implement", supported))
-        stack.enter_context(patch.object(fp8, "init_fp8_linear_kernel", chosen))
+        for module in (fp8, compressed_tensors_w8a8_fp8):
+            stack.enter_context(patch.object(module, "init_fp8_linear_kernel", chosen))
         stack.enter_context(patch.object(deep_gemm, "is_deep_gemm_supported", lambda: True))
         stack.enter_context(patch.object(deep_gemm, "deepgemm_post_process_fp8_weight_block", _as_they_are))
         stack.enter_context(patch.object(operations, "scaled_fp8_quant", _quantized))
@@ -94,9 +97,24 @@ def attached(kind: Any, block: list[int] | None) -> dict[str, Any]:
         """Return a new layer, as one that has been loaded where it is not on the meta device."""
         config = fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=block)
         with torch.device(device):
-            return nn.Sequential(Layer(config))
+            return nn.Sequential(Layer(fp8.Fp8LinearMethod(config)))
 
     with kernel_of_a_gpu(kind):
+        return compared(built)
+
+
+def attached_compressed() -> dict[str, Any]:
+    """Return the same of a layer of compressed-tensors with a scale for each channel, which vLLM does not rebuild."""
+    weights = compressed_tensors_w8a8_fp8.QuantizationArgs(
+        num_bits=8, type="float", strategy="channel", symmetric=True, dynamic=False
+    )
+
+    def built(device: str) -> nn.Module:
+        with torch.device(device):
+            scheme = compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8(weights, is_static_input_scheme=False)
+            return nn.Sequential(Layer(CompressedTensorsLinearMethod(None), scheme))
+
+    with kernel_of_a_gpu(CutlassFP8ScaledMMLinearKernel):
         return compared(built)
 
 
@@ -165,6 +183,7 @@ def main() -> None:
         config.model_config = SimpleNamespace(dtype=torch.bfloat16)
         torch.set_default_dtype(torch.bfloat16)
         said = {name: attached(*kernel) for name, kernel in KERNELS.items()}
+        said["compressed-tensors"] = attached_compressed()
     said |= {f"experts, {block}": experts(Path(sys.argv[1]), block) for block in ("fp8", "fp8-block")}
     print(json.dumps(said))
 

@@ -19,13 +19,18 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("one scale a tensor", ["0.quant_method.fp8_linear", "logical_output_size", 384]),
         ("blocks", ["0", "deep_gemm_warmup_provider", "as 0.quant_method.fp8_linear"]),
+        ("compressed-tensors", ["0.scheme.fp8_linear", "logical_output_size", 384]),
+        ("compressed-tensors", ["0.weight", "input_dim", 0]),
         ("blocks, two kernels", ["0", "deep_gemm_warmup_provider", "as 0.quant_method.fp8_linear.fallback"]),
     ],
 )
 def test_a_layer_in_fp8_is_the_same_in_another_process(said: Any, kernel: str, flag: list[Any]) -> None:
     assert said[kernel]["left"] == []
     assert flag in said[kernel]["flags"]
-    assert any(flag[1] in line for line in said[kernel]["left by vLLM alone"]), "or there was nothing to bring along"
+    left = said[kernel]["left by vLLM alone"]
+    assert any(line.startswith((f"{flag[0]}:", f"{flag[0]}.{flag[1]}:")) for line in left), (
+        "or there was nothing to bring along"
+    )
 
 
 @pytest.mark.parametrize("block", ["fp8", "fp8-block"])
