@@ -1,6 +1,7 @@
 """Which files of the tests the processes of one run take, and in what order: `./install.sh --test` starts several.
 
-A file's tests stay together, in their order, and so do all files of a folder whose hosts are installed once.
+A file's tests stay together, in their order, but for SCATTERED ones, and so do all files of a folder whose hosts are
+installed once.
 """
 
 from xdist.scheduler import LoadScopeScheduling
@@ -18,6 +19,8 @@ LONG = (
 )
 # Their hosts share this machine's ports, besides.
 TOGETHER = ("tests/host",)
+# Each of these waits for processes of its own, on machines with many cores: one after the other they take minutes.
+SCATTERED = ("tests/gpu/test_engine.py",)
 
 
 class Schedule(LoadScopeScheduling):  # type: ignore[misc]
@@ -29,6 +32,8 @@ class Schedule(LoadScopeScheduling):  # type: ignore[misc]
         super().schedule()
 
     def _split_scope(self, nodeid: str) -> str:
+        if any(_is_of(nodeid, path) for path in SCATTERED):
+            return nodeid
         return next((folder for folder in TOGETHER if _is_of(nodeid, folder)), nodeid.partition("::")[0])
 
 
