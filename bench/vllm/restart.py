@@ -266,13 +266,21 @@ def main() -> int:
     target = site.target()
     environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     attach = [sys.executable, "-m", "appliance.engine", "--manifest", str(site.manifest), "--model", MODEL]
-    starts: dict[str, list[Start]] = {"attached": []}
+    starts: dict[str, list[Start]] = {}
     results: dict[str, Any] = {"checkpoint_bytes": sum(path.stat().st_size for path in given.checkpoint.iterdir())}
+
+    def add(kind: str, start: Start) -> None:
+        """Note a start, and write what there is: a bench that is cut off leaves what it has measured by then."""
+        starts.setdefault(kind, []).append(start)
+        if kind != "attached" or len(starts[kind]) > 1:
+            (out / "results.json").write_text(json.dumps(results | summary(starts), indent=1))
+            (out / "table.md").write_text(shown(summary(starts)) + "\n")
+
     with keeping(site, out / "keeper.txt") as resident_s:
         results |= {"resident_s": round(resident_s, 2), "resident_mib": place.used_mib()}
         for number in range(given.rounds + 1):
             with started(attach, environ, out / f"attached-{number}.txt", place) as start:
-                starts["attached"].append(start)
+                add("attached", start)
         # Whatever the engines answered, they left what was donated as it was.
         scrub = [sys.executable, "-m", "appliance", "scrub", MODEL, "--manifest", str(site.manifest)]
         results["scrub_status"] = subprocess.run(scrub, check=False).returncode
@@ -283,18 +291,12 @@ def main() -> int:
     environ |= environment(target, site.manifest)
 
     def measure(kind: str, *arguments: str) -> None:
-        starts[kind] = []
         for number in range(given.rounds):
             log = out / f"{kind.replace(' ', '-')}-{number}.txt"
             with started([*serve, *arguments], environ, log, place) as start:
-                starts[kind].append(start)
-
-    def tell() -> None:
-        (out / "results.json").write_text(json.dumps(results | summary(starts), indent=1))
-        (out / "table.md").write_text(shown(summary(starts)) + "\n")
+                add(kind, start)
 
     measure("from disk", "--load-format", "safetensors")
-    tell()
     if given.preload:
         sockets = given.work / "sockets"
         daemon = preloaded(
@@ -303,7 +305,6 @@ def main() -> int:
         with daemon as preloaded_s:
             results |= {"preloaded_s": round(preloaded_s, 2), "preloaded_mib": place.used_mib()}
             measure("vllm preload", *cached_arguments(sockets))
-        tell()
     print(shown(summary(starts)), flush=True)
     return 0 if summary(starts)["same_text"] else 1
 

@@ -7,6 +7,7 @@ The exit status is the number of rows that do not hold.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tests.sites import Site
 from tests.vllm.checkpoints import make_checkpoint
@@ -25,11 +26,17 @@ from tests.vllm.drafts import add_draft
 
 RESIDENT_TIMEOUT_S = 240.0
 PARITY_TIMEOUT_S = 400.0
+CONTROL_TIMEOUT_S = 60.0
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # Not profiled: rows that come and go beside each other would disturb it.
 GPU_ARGUMENTS = ("--kv-cache-memory-bytes", "500000000", "--gpu-memory-utilization", "0.05")
-# Its sampler is compiled for minutes at the first start, and these rows are greedy.
-GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+# FlashInfer's sampler is compiled for minutes at the first start, and these rows are greedy; so are DeepGEMM's kernels
+# for every size of a batch, where a prompt needs a few.
+GPU_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
 GPU_GRAPHS = ("--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4]}')
 SEVERAL_RANKS = ("--enforce-eager", "--disable-custom-all-reduce")
 
@@ -123,17 +130,9 @@ def measure(row: Row, folder: Path, *, gpu: int | None, controls: int) -> dict[s
             result["resident_s"] = round(time.monotonic() - began, 1)
             argv[2] = "appliance.vllm.parity"
             argv += ["--control", str(controls)]
-            done = subprocess.run(
-                argv,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-                timeout=PARITY_TIMEOUT_S,
-                check=False,
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith('{"model"')]
-            result |= {"status": done.returncode, **(json.loads(lines[-1]) if lines else {})}
+            status, said = _ended(argv, log, environment, timeout_s=PARITY_TIMEOUT_S + controls * CONTROL_TIMEOUT_S)
+            lines = [line for line in said.splitlines() if line.startswith('{"model"')]
+            result |= {"status": status, **(json.loads(lines[-1]) if lines else {})}
         except Exception as error:
             result |= {"status": -1, "error": f"{type(error).__name__}: {error}"[:600]}
         finally:
@@ -141,6 +140,20 @@ def measure(row: Row, folder: Path, *, gpu: int | None, controls: int) -> dict[s
             keeper.wait()
     result["seconds"] = round(time.monotonic() - began, 1)
     return result
+
+
+def _ended(argv: Sequence[str], log: TextIO, environment: dict[str, str], *, timeout_s: float) -> tuple[int, str]:
+    """Run a command; return its status and what it wrote. What it started and left behind is ended, too."""
+    process = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+        return process.returncode, said
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ def quantize(directory: Path, method: str) -> Path:
     config_path = directory / "config.json"
     config: dict[str, Any] = json.loads(config_path.read_text())
     generator = torch.Generator().manual_seed(11)
+    gates: list[str] = []
     for path in sorted(directory.glob("*.safetensors")):
         tensors: Tensors = {}
         for name, tensor in load_file(path).items():
@@ -28,8 +29,12 @@ def quantize(directory: Path, method: str) -> Path:
                 tensors |= METHODS[method](name.removesuffix(".weight"), tensor, generator)
             else:
                 tensors[name] = tensor
+                gates += [name.removesuffix(".weight")] if name.endswith(".gate.weight") else []
         save_file(tensors, path, metadata={"format": "pt"})
-    config["quantization_config"] = CONFIGS[method]
+    # Published checkpoints keep their routers as they are, too, and have to say so.
+    key = UNQUANTIZED.get(method)
+    quantization = CONFIGS[method]
+    config["quantization_config"] = {**quantization, key: [*quantization.get(key, []), *gates]} if key else quantization
     config_path.write_text(json.dumps(config))
     index = directory / "model.safetensors.index.json"
     index.unlink(missing_ok=True)
@@ -113,6 +118,13 @@ METHODS: dict[str, Callable[[str, torch.Tensor, torch.Generator], Tensors]] = {
     "compressed-tensors-int8": _int8_channel,
     "awq": _awq,
     "gptq": _gptq,
+}
+# What lists the layers that are not quantized.
+UNQUANTIZED = {
+    "fp8": "modules_to_not_convert",
+    "fp8-block": "modules_to_not_convert",
+    "compressed-tensors-fp8": "ignore",
+    "compressed-tensors-int8": "ignore",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
