@@ -18,7 +18,7 @@ from appliance.record import Flag, FlagValue, Reference, flags_problem
 from appliance.tensors.addresses import may_be_address
 from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import Inventory, TensorError, walk
-from appliance.tensors.slot import Slot, attributes, instance_dict
+from appliance.tensors.slot import Slot, attribute, attributes, instance_dict
 from appliance.tensors.storage import type_name
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -64,20 +64,25 @@ def flags_of(
 
 
 def set_flags(
-    module: nn.Module, flags: Iterable[Flag], *, inner: bool | None = None, opaque: Collection[type] = ()
+    module: nn.Module,
+    flags: Iterable[Flag],
+    *,
+    inner: bool | None = None,
+    objects: bool = True,
+    opaque: Collection[type] = (),
 ) -> None:
     """Set them on another process's module; PeerError, naming it, for one that has no such place, or may not be set.
 
     With `inner` false only plain values of registered modules, with `inner` true only the others. Nothing is reached
     but modules, the objects that they hold, and tensors: no class, function or module of Python's, and no `opaque`
-    instance.
+    instance. With `objects` false, as for weights as they were loaded, only registered modules are.
     """
     registered: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     parts = dict(registered)
 
     def at(place: str, flag: Flag) -> Any:
         if place not in parts:
-            found = _resolved(module, place, opaque)
+            found = _resolved(module, place, opaque) if objects else None
             if not (_is_place(found, opaque) or _is_tensor(found)):
                 raise PeerError(f"the shard sets {flag.name[:80]!r} on {place[:200]!r}, which this module has not")
             parts[place] = found
@@ -98,7 +103,12 @@ def set_flags(
         holder = at(flag.place, flag)
         if flag.name.startswith("__") or _is_value(holder) or _is_taken(holder, flag):
             raise PeerError(f"the shard sets {flag.name[:80]!r} on {flag.place[:200]!r}, which no process may")
-        instance_dict(holder)[flag.name] = referred(flag)
+        value = referred(flag)
+        if _is_tensor(holder):
+            # What it has of the skeleton's tensor it shares with that, and with whoever else has that.
+            object.__setattr__(holder, "__dict__", {**instance_dict(holder), flag.name: value})
+        else:
+            instance_dict(holder)[flag.name] = value
 
 
 def _inner_pairs(loaded: nn.Module, skeleton: nn.Module, opaque: Collection[type]) -> list[tuple[str, Any, Any]]:
@@ -178,13 +188,17 @@ def _resolved(module: nn.Module, place: str, opaque: Collection[type]) -> Any:
     for step in place.split("."):
         if not _is_place(found, opaque):
             return None
-        names = attributes(found)
-        if issubclass(type(found), nn.Module):
-            names = names | found._modules | found._parameters | found._buffers
-        if step.startswith("__") or step not in names:
-            return None
-        found = names[step]
+        found = None if step.startswith("__") else _part(found, step)
     return found
+
+
+def _part(holder: Any, name: str) -> Any:
+    """Return what a module or object has of this name; None if it has nothing. A module may have thousands."""
+    if issubclass(type(holder), nn.Module):
+        for registry in (holder._modules, holder._parameters, holder._buffers):
+            if (found := registry.get(name)) is not None:
+                return found
+    return attribute(holder, name)
 
 
 def _set(there: object, here: object, known: dict[int, str]) -> Iterator[tuple[str, FlagValue]]:

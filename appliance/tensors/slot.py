@@ -77,6 +77,12 @@ def attributes(holder: object) -> dict[str, Any]:
     return {**instance_dict(holder), **dict(slot_values(holder))}
 
 
+def attribute(holder: object, name: str) -> Any:
+    """Return what `attributes` has of this name; None if that is nothing."""
+    is_slot = name in SLOT_NAMES[type(holder)]
+    return (dict(slot_values(holder)) if is_slot else instance_dict(holder)).get(name)
+
+
 def instance_dict(holder: object) -> dict[str, Any]:
     """Return the instance's own `__dict__`, past what its class makes of that name; empty if it has none."""
     try:

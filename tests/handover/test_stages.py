@@ -172,13 +172,18 @@ class Elsewhere(Made):
 
     stages: tuple[Stage, ...] = ("loaded",)
 
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
     def load(self, stage: Stage, on_progress: Callable[[str], None]) -> Loaded:
-        return dataclasses.replace(super().load(stage, on_progress), flags=(Flag("elsewhere", "seen", True),))
+        return dataclasses.replace(super().load(stage, on_progress), flags=(Flag(self.place, "seen", True),))
 
 
-def test_what_has_no_place_beside_loaded_weights_is_refused(serving: Serving) -> None:
-    with pytest.raises(PeerError, match="'elsewhere', which this module has not"):
-        obtained(serving, Elsewhere())
+@pytest.mark.parametrize("place", ["elsewhere", "weight", "kernel"])
+def test_what_has_no_place_beside_loaded_weights_is_refused(serving: Serving, place: str) -> None:
+    with pytest.raises(PeerError, match=f"'{place}', which this module has not"):
+        obtained(serving, Elsewhere(place))
 
 
 def test_objects_that_are_rebuilt_with_tensors_of_their_own_are_so_where_they_are_attached(serving: Serving) -> None:

@@ -14,6 +14,7 @@ from appliance.record import MAX_FLAGS, Flag, Reference
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of, set_flags
 from appliance.tensors.inventory import TensorError
+from tests.tensors.shards import MakeShard
 
 
 def module() -> nn.Module:
@@ -237,6 +238,24 @@ def test_a_tensor_in_several_places_has_its_flag_once() -> None:
     loaded, skeleton = transposed(module()), module()
     loaded.get_submodule("1.0").weight = loaded.get_submodule("0").weight
     assert {flag.place for flag in flags_of(loaded, skeleton, inner=True)} == {"0.weight"}
+
+
+def test_what_is_set_on_a_tensor_is_not_set_on_another_one_with_the_same_attributes(shard: MakeShard) -> None:
+    """As attached, a tensor has the very attributes of the skeleton's one, which others of this process may have."""
+    loaded, skeleton = module(), module().to("meta")
+    for layers in (loaded, skeleton):
+        for place in ("0", "1.0"):
+            vars(layers.get_submodule(place).weight)["kind"] = "rows"
+    tied = skeleton.get_submodule("0").weight
+    skeleton.get_submodule("1.0").weight = tied
+    vars(loaded.get_submodule("1.0").weight)["input_dim"] = 0
+    flags = flags_of(loaded, skeleton, inner=True)
+    made = shard(loaded)
+    for layers in (loaded, skeleton):
+        made.attach(layers, stage="processed")
+    set_flags(skeleton, flags)
+    assert differences(loaded, skeleton) == []
+    assert vars(tied) == {"kind": "rows"}
 
 
 @pytest.mark.parametrize("name", ["data", "grad", "view", "shape", "input_dim", "__class__"])
