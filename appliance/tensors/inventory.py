@@ -106,7 +106,7 @@ class _Walker:
                 if parameter is not None:  # as `_add_slot` does, without the call: there are thousands
                     place = (*path, name)
                     slots[place] = Slot(place, "parameter", True, module, parameter)
-                    if parameter.__dict__:
+                    if parameter.__dict__ or SLOT_NAMES[type(parameter)]:
                         self._note(place, parameter)
             if buffers := module._buffers:
                 for name, buffer in buffers.items():
@@ -208,7 +208,7 @@ class _Walker:
 
     def _add_slot(self, slot: Slot) -> None:
         self.inventory.slots[slot.path] = slot
-        if slot.value.__dict__:
+        if slot.value.__dict__ or SLOT_NAMES[type(slot.value)]:
             self._note(slot.path, slot.value)
 
     def _note(self, path: Path, holder: object) -> None:

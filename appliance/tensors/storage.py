@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from appliance.errors import HostError
 from appliance.layout import ITEM_BYTES, TensorSpec
+from appliance.tensors.slot import SLOT_NAMES, slot_values
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 _CPU = torch.device("cpu")
@@ -125,8 +126,12 @@ def typed(tensor: torch.Tensor, kind: type[torch.Tensor], model: torch.Tensor | 
             tensor.requires_grad = True
     elif kind is not torch.Tensor or grad:
         tensor = torch.Tensor._make_subclass(kind, tensor, grad)
-    if model is not None and model.__dict__:
-        tensor.__dict__ = model.__dict__
+    if model is not None:
+        if model.__dict__:
+            tensor.__dict__ = model.__dict__
+        if SLOT_NAMES[kind]:
+            for name, value in slot_values(model):
+                object.__setattr__(tensor, name, value)
     return tensor
 
 

@@ -43,6 +43,14 @@ class Special(nn.Parameter):
     """A parameter as engines derive them, with attributes of its own."""
 
 
+class Marked(nn.Parameter):
+    """A parameter with an attribute that is in no `__dict__`."""
+
+    __slots__ = ("mark",)
+
+    mark: str
+
+
 class Helper:
     """A quantization method, a kernel, a router."""
 

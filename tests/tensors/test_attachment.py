@@ -16,7 +16,7 @@ from appliance.tensors import homes, storage
 from appliance.tensors.attachment import attach
 from appliance.tensors.homes import Stage
 from appliance.tensors.inventory import TensorError, walk
-from tests.tensors.modules import Box, Special
+from tests.tensors.modules import Box, Marked, Special
 from tests.tensors.shards import MakeShard, buffer_as_attribute, small_model, small_skeleton
 
 
@@ -97,6 +97,16 @@ def test_the_object_keeps_the_skeletons_class_and_attributes(shard: MakeShard) -
     assert type(model.weight) is Special
     assert isinstance(model.weight, nn.Parameter)
     assert vars(model.weight) == {"loader": skeleton.forward}
+
+
+def test_what_a_parameter_keeps_in_slots_stays(shard: MakeShard) -> None:
+    """In the module that was packed, too."""
+    original, skeleton = Box(), Box()
+    for model, device in ((original, "cpu"), (skeleton, "meta")):
+        model.register_parameter("weight", Marked(torch.ones(2, device=device)))
+        model.weight.mark = device
+    made = shard(original)
+    assert [made.attach(model).weight.mark for model in (original, skeleton)] == ["cpu", "meta"]
 
 
 def test_tensors_on_an_attribute_of_a_parameter_come_along(shard: MakeShard) -> None:

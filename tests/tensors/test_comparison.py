@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from appliance.tensors.comparison import differences
-from tests.tensors.modules import Box, Helper, Special
+from tests.tensors.modules import Box, Helper, Marked, Special
 
 
 def _model() -> Any:
@@ -36,6 +36,8 @@ def _model() -> Any:
     model.helpers[0].kind, model.helpers[1].kind = "fast", "fast"
     model.shared, model.links, model.call = [model.helpers[0]], {"linear": model.one}, model.other.forward
     model.complex = torch.ones(2, dtype=torch.complex128).conj()
+    model.marked = Marked(torch.ones(1))
+    model.marked.mark = "rows"
     return model
 
 
@@ -122,6 +124,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a string in a helper": (lambda model: setattr(model.helper, "kind", "slow"), "helper.kind: 'fast' and 'slow'"),
     "a flag too many": (lambda model: setattr(model.helper, "done", True), "helper.done: absent and True"),
     "a flag too few": (lambda model: delattr(model.helper, "kind"), "helper.kind: 'fast' and absent"),
+    "a slot of a tensor": (
+        lambda model: setattr(model.marked, "mark", "columns"),
+        "marked.mark: 'rows' and 'columns'",
+    ),
     "a set": (
         lambda model: model.helper.names.remove("y"),
         "helper.names: set of [\"'x'\", \"'y'\"] and set of [\"'x'\"]",
