@@ -15,14 +15,28 @@ from torch import nn
 
 from appliance.layout import Path, TensorSpec, shown
 from appliance.tensors.addresses import may_be_address
+from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import Inventory, walk
-from appliance.tensors.slot import Slot, attributes
+from appliance.tensors.slot import Slot, attributes, instance_dict
 from appliance.tensors.storage import problem, same_bytes, spec_of, type_name
 from appliance.tensors.stretches import stretches
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _WRITTEN = (*_ATOMS, torch.Size, range, slice, PurePath)
+_BY_NAME = (
+    torch.Tensor,
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    partial,
+    set,
+    frozenset,
+)
 _BUFFERS = frozenset({"numpy", "array"})
+# Where a Python module has its name, and torch's operators and Triton's kernels have theirs.
+_NAMES = ("__name__", "_qualified_op_name", "_name", "_qualname")
+_LIMIT_DEPTH = 4
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Their keys come from a counter of the process.
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
@@ -167,34 +181,80 @@ def _values(path: Path, holder: Any, names: Mapping[int, str]) -> dict[str, str]
     if _is(holder, nn.Module):
         hooks = {f".{name}": vars(holder).get(name) for name in _HOOKS}
         written.update(
-            (name, str(list(map(_written, found.values())))) for name, found in hooks.items() if _is(found, dict)
+            (name, str([_written(hook) for hook in found.values()]))
+            for name, found in hooks.items()
+            if _is(found, dict)
         )
     return written
 
 
-def _written(value: Any) -> str:
-    if _is(value, torch.Tensor):
-        return "a tensor"  # compared as such
-    if _is(value, *_WRITTEN):
-        return repr(value)
+def _written(value: Any, depth: int = 0) -> str:
+    """Return what tells a value from another one of its kind; what it holds is compared where that is looked into."""
+    if _is(value, torch.Tensor, *_WRITTEN):
+        return "a tensor" if _is(value, torch.Tensor) else repr(value)  # that is compared as such
     if _is(value, set, frozenset):
-        return f"{type(value).__name__} of {sorted(map(_written, value))}"
+        return f"{type(value).__name__} of {sorted(_hidden(part, depth) for part in value)}"
     if _is(value, partial):
-        keywords = {name: _written(argument) for name, argument in value.keywords.items()}
-        return f"partial of {_written(value.func)} with {[*map(_written, value.args)]}, {keywords}"
-    if _is(value, type, types.FunctionType, types.MethodType):
-        kept = [repr(part) for part in _kept(value) if _is(part, *_ATOMS) and not _is_of_this_process(part)]
-        return f"{value.__module__}.{value.__qualname__}" + (f" with {kept}" if kept else "")
-    return type_name(type(value)) + _contents(value)
+        keywords = {name: _hidden(argument, depth) for name, argument in value.keywords.items()}
+        arguments = [_hidden(argument, depth) for argument in value.args]
+        return f"partial of {_written(value.func, depth)} with {arguments}, {keywords}"
+    if _is(value, type, types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if _is(value, types.FunctionType, types.MethodType):
+        kept = [_hidden(part, depth) for part in _kept(value)]
+        return f"{value.__module__}.{value.__qualname__}{_line(value)}" + (f" with {kept}" if kept else "")
+    return type_name(type(value)) + _named(value) + _contents(value)
+
+
+def _hidden(value: Any, depth: int) -> str:
+    """Return the same with all that a value holds that nobody looks into, as what a set or a function keeps."""
+    if depth == _LIMIT_DEPTH or _is_of_this_process(value):
+        return type_name(type(value))
+    if _is(value, tuple, list, deque):
+        return f"{type(value).__name__} of {[_hidden(part, depth + 1) for part in value]}"
+    if _is(value, dict):
+        return f"{type(value).__name__} of {[_hidden(item, depth + 1) for item in value.items()]}"
+    written = _written(value, depth + 1)
+    if _is(value, *_WRITTEN, *_BY_NAME) or is_machinery(type(value)):
+        return written
+    atoms = {name: part for name, part in attributes(value).items() if _is(part, *_ATOMS)}
+    own = {name: _hidden(part, depth + 1) for name, part in atoms.items()}
+    return f"{written} with {own}" if own else written
 
 
 def _kept(value: Any) -> Iterator[object]:
     """Yield what a function was made with, beside its code."""
     function = value.__func__ if _is(value, types.MethodType) else value
-    if _is(function, types.FunctionType) and function.__closure__ is not None:
-        for cell in function.__closure__:
-            with contextlib.suppress(ValueError):  # it is empty
-                yield cell.cell_contents
+    if not _is(function, types.FunctionType):
+        return
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+    if _is_made_anew(function):
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+
+
+def _line(value: Any) -> str:
+    """Return where a function is defined that others may share its name with."""
+    function = value.__func__ if _is(value, types.MethodType) else value
+    is_made_anew = _is(function, types.FunctionType) and _is_made_anew(function)
+    return f" of line {function.__code__.co_firstlineno}" if is_made_anew else ""
+
+
+def _is_made_anew(function: types.FunctionType) -> bool:
+    """Tell whether a function is not its module's or class's one of this name: a lambda, or made by another one."""
+    return "<" in function.__qualname__
+
+
+def _named(value: Any) -> str:
+    """Return what a Python module, or one of torch's or Triton's functions that are objects, is called."""
+    is_module = _is(value, types.ModuleType)
+    if not is_module and not f"{type(value).__module__}.".startswith(("torch.", "triton.")):
+        return ""
+    names = instance_dict(value)
+    called = [names[name] for name in (_NAMES[:1] if is_module else _NAMES) if type(names.get(name)) is str]
+    return f" {'.'.join(called)}" if called else ""
 
 
 def _contents(value: Any) -> str:

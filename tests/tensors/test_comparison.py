@@ -67,6 +67,7 @@ def _flip(tensor: torch.Tensor) -> None:
     tensor.view(torch.uint8)[0] ^= 1
 
 
+_CLAMP = f"{__name__}._clamp.<locals>.clamp of line {_clamp(0).__code__.co_firstlineno}"
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a bit of a parameter": (lambda model: _flip(model.one.weight.data), "one.weight: other bytes"),
     "the sign of zero": (lambda model: model.scale.neg_(), "scale: other bytes"),
@@ -166,7 +167,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "what a function keeps": (
         lambda model: setattr(model, "clamp", _clamp(0.5)),
-        f"clamp: {__name__}._clamp.<locals>.clamp with ['0.25'] and {__name__}._clamp.<locals>.clamp with ['0.5']",
+        f"clamp: {_CLAMP} with ['0.25'] and {_CLAMP} with ['0.5']",
     ),
     "numbers of Python's own": (
         lambda model: model.steps.append(4),
@@ -181,6 +182,64 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         "more: absent and tests.tensors.modules.Helper",
     ),
 }
+
+
+def _made(kept: object, default: object = None) -> Callable[..., object]:
+    def made(value: object = default) -> tuple[object, object]:
+        return kept, value
+
+    return made
+
+
+def _first() -> Callable[[], None]:
+    return lambda: None
+
+
+def _second() -> Callable[[], None]:
+    return lambda: None
+
+
+# What a module may hold in one place, alike but for what it does. Nothing of it is looked into for tensors.
+UNLIKE: dict[str, tuple[object, object]] = {
+    "a function in C": (torch.relu, torch.sigmoid),
+    "an operator": (torch.ops.aten.relu, torch.ops.aten.sigmoid),
+    "an overload of an operator": (torch.ops.aten.relu.default, torch.ops.aten.relu.out),
+    "a module of Python's": (math, hashlib),
+    "a lambda": (_first(), _second()),
+    "what a function in a function keeps": (_made(_made(1)), _made(_made(2))),
+    "which function a function keeps": (_made(torch.relu), _made(torch.sigmoid)),
+    "a tuple that a function keeps": (_made((1, [2])), _made((1, [3]))),
+    "a dictionary that a function keeps": (_made({"a": 1}), _made({"a": 2})),
+    "an object that a function keeps": (_made(SimpleNamespace(width=1)), _made(SimpleNamespace(width=2))),
+    "what is the default of a function that was made": (_made(0, 1), _made(0, 2)),
+    "a tuple that a partial is given": (partial(_made, (1, 2)), partial(_made, (1, 3))),
+    "a tuple in a set": ({(1, 2)}, {(1, 3)}),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_what_is_not_looked_into_is_compared_by_what_it_is(what: str) -> None:
+    one, other = _model(), _model()
+    one.held, other.held = UNLIKE[what]
+    assert differences(one, one) == []
+    assert [line.partition(":")[0] for line in differences(one, other)] == ["held"]
+
+
+def test_what_holds_itself_is_compared() -> None:
+    one, other = _model(), _model()
+    for model in (one, other):
+        itself: list[object] = [1]
+        itself.append(itself)
+        model.held = _made(itself)
+    assert differences(one, other) == []
+
+
+def test_addresses_that_a_function_keeps_are_of_no_account() -> None:
+    one, other = _model(), _model()
+    for model, address in ((one, 1 << 46), (other, 1 << 45)):
+        model.held = _made(address)
+        model.other_held = _made(SimpleNamespace(handle=address))
+    assert differences(one, other) == []
 
 
 def test_a_module_and_its_copy_do_not_differ() -> None:
