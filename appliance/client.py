@@ -1,6 +1,7 @@
 """A blocking client of one keeper. The open connection is the lease: close it only when nothing is mapped any more."""
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,10 @@ class KeeperClient:
                 channel.close()
                 if isinstance(error, PermissionError):
                     raise ConfigError(f"{path}: not permitted to connect", hint=_way_in()) from error
+                if error.errno == errno.EPROTOTYPE:
+                    raise ConfigError(
+                        f"{path} is the socket of another program", hint="a keeper's is RUNTIME/MODEL/keeper.sock"
+                    ) from error
                 # A keeper is there, and others are before us at its door.
                 crowded = isinstance(error, BlockingIOError)
                 if time.monotonic() - began >= (max(timeout_s, CROWD_TIMEOUT_S) if crowded else timeout_s):
@@ -218,8 +223,8 @@ class KeeperClient:
                     return packet
                 close_all(packet.descriptors)
                 if isinstance(packet.message, wire.Refused):
-                    raise RefusedError(_verdict(packet.message))
-                raise PeerError(f"the keeper answered {asked.op!r} with {packet.message.op!r}")
+                    raise RefusedError(self._verdict(packet.message))
+                raise PeerError(f"the keeper at {self._path} answered {asked.op!r} with {packet.message.op!r}")
 
     def _send(self, message: wire.Message, descriptors: Sequence[Descriptor]) -> None:
         self._channel.settimeout(REPLY_TIMEOUT_S)
@@ -229,10 +234,21 @@ class KeeperClient:
 
     def _receive(self) -> wire.Packet | None:
         try:
-            return wire.receive(self._channel)
-        except ConnectionResetError:
-            # Reported once, ahead of what was received, where the keeper closed without having read all of ours.
-            return wire.receive(self._channel)
+            try:
+                return wire.receive(self._channel)
+            except ConnectionResetError:
+                # Reported once, ahead of what was received, where the keeper closed without having read all of ours.
+                return wire.receive(self._channel)
+        except PeerError as error:
+            raise PeerError(f"the keeper at {self._path}: {error.message}") from error
+
+    def _verdict(self, message: wire.Refused) -> Verdict:
+        try:
+            fields = tuple(Difference(*field) for field in message.fields)
+            return refused(Reason(message.reason), message.detail, fields=fields)
+        except (TypeError, ValueError) as error:
+            reason = message.reason[:40]
+            raise PeerError(f"the keeper at {self._path} refused with an unknown reason {reason!r}") from error
 
     @contextlib.contextmanager
     def _connection_errors(self) -> Iterator[None]:
@@ -272,11 +288,3 @@ def _channel() -> socket.socket:
         raise ResourceError(f"cannot make a socket: {error.strerror}") from error
     channel.settimeout(REPLY_TIMEOUT_S)
     return channel
-
-
-def _verdict(message: wire.Refused) -> Verdict:
-    try:
-        fields = tuple(Difference(*field) for field in message.fields)
-        return refused(Reason(message.reason), message.detail, fields=fields)
-    except (TypeError, ValueError) as error:
-        raise PeerError(f"the keeper refused with an unknown reason {message.reason[:40]!r}") from error

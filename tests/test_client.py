@@ -92,6 +92,14 @@ def test_a_stale_socket_is_no_keeper(path: Path) -> None:
     assert count_descriptors() == before
 
 
+def test_another_programs_socket_is_not_waited_for(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match=f"{path} is the socket of another program"):
+            KeeperClient.connect(path, timeout_s=600)
+
+
 def test_connecting_waits_for_a_keeper_that_comes(tmp_path: Path) -> None:
     connected: list[str] = []
 
@@ -239,8 +247,9 @@ def test_a_broken_answer_is_an_error_of_the_peer_and_leaves_no_descriptor(
     path: Path, act: Callable[[socket.socket], None], message: str
 ) -> None:
     before = count_descriptors()
-    with Puppet(path, act), KeeperClient.connect(path) as client, pytest.raises(PeerError, match=message):
+    with Puppet(path, act), KeeperClient.connect(path) as client, pytest.raises(PeerError, match=message) as caught:
         client.status()
+    assert str(path) in str(caught.value)
     assert count_descriptors() == before
 
 
