@@ -22,6 +22,7 @@ class Terms:
 
     `check_files` compares the checkpoint on disk with what a shard was made of, and raises TrustError. `target` is what
     the keeper should hold, given the shard it describes or, to donate, none; `signer` is who vouches for that.
+    `differing_hint` says what to do where the keeper holds other weights, if that is not to restart it.
     """
 
     socket_path: Path
@@ -32,6 +33,7 @@ class Terms:
     check_files: CheckFiles
     target: Callable[[ShardRecord | None], Fingerprint]
     signer: str
+    differing_hint: str | None = None
 
 
 def terms_of(target: Target, *, role: str = TARGET) -> Terms:

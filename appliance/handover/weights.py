@@ -317,7 +317,8 @@ def _fatal(verdict: Verdict, terms: Terms) -> ApplianceError:
     unit = terms.unit
     match verdict.reason:
         case Reason.FINGERPRINT_DIFFERS | Reason.TARGET_DIFFERS:
-            return MissError(f"the keeper holds other weights: {verdict}", hint=f"restart {unit} to load these")
+            hint = terms.differing_hint or f"restart {unit} to load these"
+            return MissError(f"the keeper holds other weights: {verdict}", hint=hint)
         case Reason.NOT_RESIDENT | Reason.LOADER_FAILED | Reason.CHECKPOINT_REFUSED:
             return MissError(f"no weights to attach: {verdict}", hint=f"see the messages of {unit}")
         case Reason.LOADING | Reason.LEASED | Reason.BUSY | Reason.OCCUPIED:

@@ -31,6 +31,7 @@ STARTER_VARIABLE = "APPLIANCE_STARTER"
 
 DEFAULT_WAIT_S = 600.0
 _SETTINGS = {"socket", "wait"}
+_EXTRA_CONFIG_HINT = '{"socket": PATH, "wait": SECONDS}'
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,13 @@ class Assignment:
     loads: bool = False
 
 
-def assignment(
-    environ: Mapping[str, str], extra_config: Mapping[str, Any], *, model_path: str, role: str = TARGET
-) -> Assignment:
+def assignment(environ: Mapping[str, str], extra_config: object, *, model_path: str, role: str = TARGET) -> Assignment:
     """Return what this process is to serve in a role; ConfigError where neither says, or both do."""
+    if not isinstance(extra_config, Mapping):
+        # vLLM passes on as text whatever is no JSON object.
+        raise ConfigError(
+            f"--model-loader-extra-config: {str(extra_config)[:80]!r} is no JSON object", hint=_EXTRA_CONFIG_HINT
+        )
     manifest, model = environ.get(MANIFEST_VARIABLE), environ.get(MODEL_VARIABLE)
     if manifest and model:
         if extra_config:
@@ -67,10 +71,10 @@ def _alone(extra_config: Mapping[str, Any], root: CheckpointRoot) -> Assignment:
     if unknown := sorted(map(str, extra_config.keys() - _SETTINGS)):
         raise ConfigError(
             f"--model-loader-extra-config: unknown setting {unknown[0][:80]!r}",
-            hint='{"socket": PATH, "wait": SECONDS}',
+            hint=_EXTRA_CONFIG_HINT,
         )
     socket, wait_s = extra_config.get("socket"), extra_config.get("wait", DEFAULT_WAIT_S)
-    if not isinstance(socket, str) or not socket.startswith("/"):
+    if not isinstance(socket, str) or not socket.startswith("/") or not socket.isprintable():
         raise ConfigError(
             "--load-format appliance: no keeper to ask",
             hint="""--model-loader-extra-config '{"socket": "/run/appliance/MODEL/keeper.sock"}'""",
@@ -106,6 +110,7 @@ def _alone(extra_config: Mapping[str, Any], root: CheckpointRoot) -> Assignment:
         check_files=check,
         target=target,
         signer="",
+        differing_hint="give vLLM the arguments and variables that these weights were loaded with, or the checkpoint",
     )
     return Assignment(terms, "vllm")
 
@@ -120,5 +125,9 @@ def _check_unsigned(root: CheckpointRoot, record: ShardRecord, configs: Mapping[
                 hint="sign the checkpoint, so that a copy can be told from another one",
             )
     for path, data in configs.items():
-        if (root.path / path).read_bytes() != data:
+        try:
+            own = (root.path / path).read_bytes()
+        except OSError as error:
+            raise TrustError(f"checkpoint {root}: {path}, which the keeper has: {error.strerror or error}") from error
+        if own != data:
             raise TrustError(f"checkpoint {root}: {path} differs from the keeper's")

@@ -6,6 +6,7 @@ restarts finds all of them, and so does one on a new checkpoint of the same kind
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_S
 
 
 def environment(target: Target, manifest: Path) -> dict[str, str]:
-    """Return the variables; the manifest's own `engine.environment` goes before all but the first four."""
+    """Return the variables; the manifest's own `engine.environment` goes before all but the last four."""
     engine = target.model.engine
     folder = cache_folder(target)
     own = [device for device in devices(target.model) if device != CPU]
@@ -50,7 +51,18 @@ def environment(target: Target, manifest: Path) -> dict[str, str]:
         MANIFEST_VARIABLE: str(manifest.absolute()),
         MODEL_VARIABLE: target.name,
     }
-    return {**found, NAMES_VARIABLE: " ".join(shaping_variables({**_inherited(), **found}))}
+    return {**found, NAMES_VARIABLE: _names({**os.environ, **found})}
+
+
+def note_names() -> None:
+    """Note in this process's environment what shaped weights before vLLM adds variables, where no unit has done so.
+
+    vLLM's own processes inherit that. A process that is none of these notes anew: what it inherited was another's.
+    """
+    if os.environ.get(MANIFEST_VARIABLE) and os.environ.get(MODEL_VARIABLE):
+        return
+    if multiprocessing.parent_process() is None or NAMES_VARIABLE not in os.environ:
+        os.environ[NAMES_VARIABLE] = _names(os.environ)
 
 
 def visible_device(number: str, environ: Mapping[str, str]) -> str:
@@ -62,8 +74,8 @@ def visible_device(number: str, environ: Mapping[str, str]) -> str:
     return next((device for device in given if device.partition("-")[2] == number), f"GPU-{number}")
 
 
-def _inherited() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != NAMES_VARIABLE}
+def _names(environ: Mapping[str, str]) -> str:
+    return " ".join(shaping_variables({name: value for name, value in environ.items() if name != NAMES_VARIABLE}))
 
 
 def cache_folder(target: Target) -> Path:

@@ -18,7 +18,7 @@ from appliance.handover.weights import fill, obtain
 from appliance.slabs.devices import CPU
 from appliance.target import DRAFT, TARGET, Target
 from appliance.verdict import Outcome as VerdictOutcome
-from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, assignment
+from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE, Assignment, assignment
 from appliance.vllm.outcome import Outcome, write
 from appliance.vllm.refusals import refuse_movers
 from appliance.vllm.shortage import telling_shortage
@@ -75,6 +75,7 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             name = assigned.name
             if source.role != TARGET or source.rank:
                 name += f" {source.role} rank {source.rank}"
+            _tell_of_waiting(assigned)
             take = fill if assigned.loads else obtain
             before_bytes = _free_bytes(vllm_config)
             with telling_shortage(name):
@@ -108,6 +109,7 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
             )
             if assigned.loads:
                 return 0  # a loader computes nothing, and is given no memory to divide
+            _tell_of_waiting(assigned)
             with KeeperClient.connect(assigned.terms.socket_path, timeout_s=assigned.terms.wait_s) as client:
                 slots = client.status()["shards"]
         except ApplianceError as error:
@@ -144,6 +146,14 @@ def _warn_of_more_room() -> None:
         "start it again",
         priority=WARNING,
     )
+
+
+def _tell_of_waiting(assigned: Assignment) -> None:
+    """Say what an engine that nobody watches is going to wait for: a path may be mistyped."""
+    terms = assigned.terms
+    # Not Path's: that raises where a name is too long, or a folder may not be looked into.
+    if assigned.target is None and not os.path.exists(terms.socket_path):  # noqa: PTH110
+        event(f"no keeper at {terms.socket_path} yet: waiting for it for up to {terms.wait_s:g} s", priority=WARNING)
 
 
 def _tell(outcome: Outcome, error: ApplianceError) -> None:

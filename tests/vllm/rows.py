@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm import plugins
 from vllm.v1.worker.gpu_worker import Worker
 
 from appliance.demo.cache import default_cache
 from appliance.demo.model import obtain
 from appliance.errors import ConfigError
 from appliance.keeper.settings import Slot
+from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
 from appliance.target import Target, slots
 from appliance.vllm import model_loader, parity
 from appliance.vllm.arguments import serve_arguments
@@ -101,7 +103,11 @@ def result_of(row: Row, folder: Path) -> dict[str, Any]:
 def _alone(arguments: list[str], act: Callable[[Any], Said], target: Target) -> Said:
     """Return what an engine says that was told of no manifest, but of a keeper to ask."""
     told = json.dumps({"socket": str(target.socket_path)})
-    taken = {name: os.environ.pop(name) for name in (MANIFEST_VARIABLE, MODEL_VARIABLE)}
+    taken = {name: os.environ.pop(name) for name in (MANIFEST_VARIABLE, MODEL_VARIABLE, NAMES_VARIABLE)}
+    # As in a process of its own: vLLM adds variables for each engine, after it has loaded plugins.
+    added = set(shaping_variables(os.environ)) - set(taken[NAMES_VARIABLE].split())
+    taken |= {name: os.environ.pop(name) for name in added}
+    plugins.plugins_loaded = False
     try:
         return served([*arguments, "--model-loader-extra-config", told], act)
     finally:

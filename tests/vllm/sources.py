@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 import appliance.vllm.source as source_module
 from appliance.errors import ApplianceError
 from appliance.ports import free_port
+from appliance.vllm import model_loader
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.loading import engine_config
 from appliance.vllm.model_loader import SERVED, ApplianceModelLoader, Served, source_of
@@ -124,16 +125,23 @@ def finished_later(folder: Path) -> dict[str, Any]:
     return found
 
 
-def refusal_before_loading(folder: Path) -> list[dict[str, Any]]:
-    """Return what the starting process is told where vLLM asks for the weights' size, and there is no keeper."""
+def refusal_before_loading(folder: Path) -> dict[str, Any]:
+    """Return what the starting process is told where vLLM asks for the weights' size, and there is no keeper.
+
+    And what is said on the way.
+    """
+    said: list[str] = []
     outcomes = folder / "outcomes"
     outcomes.mkdir()
     more = ["--model-loader-extra-config", json.dumps({"socket": str(folder / "none.sock"), "wait": 0})]
     config = engine_config([str(folder / "target"), *ARGUMENTS, *more])
     os.environ[OUTCOMES_VARIABLE] = str(outcomes)
-    with contextlib.suppress(ApplianceError):
+    with (
+        contextlib.suppress(ApplianceError),
+        patch.object(model_loader, "event", lambda text, **more: said.append(text)),
+    ):
         ApplianceModelLoader(config.load_config).get_external_weight_memory(config)
-    return [dataclasses.asdict(outcome) for outcome in read_all(outcomes)]
+    return {"outcomes": [dataclasses.asdict(outcome) for outcome in read_all(outcomes)], "said": said}
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ def test_without_a_manifest_a_keeper_must_be_named(site: Site, environ: dict[str
     [
         ({"socket": "keeper.sock"}, "no keeper to ask"),
         ({"socket": 5}, "no keeper to ask"),
+        ({"socket": "/a\0b"}, "no keeper to ask"),
+        ({"socket": "/a\ud800b"}, "no keeper to ask"),
         ({"socket": SOCKET, "sockets": 1}, "unknown setting 'sockets'"),
         ({"socket": SOCKET, "wait": "long"}, "wait: not a number"),
         ({"socket": SOCKET, "wait": -1}, "wait: not a number"),
@@ -89,10 +91,19 @@ def test_settings_that_make_no_sense_are_refused(site: Site, extra: dict[str, An
         alone(site, **extra)
 
 
+@pytest.mark.parametrize("extra", ["{not json", ["socket"], 5, object()])
+def test_settings_that_are_no_object_are_refused_with_and_without_a_manifest(site: Site, extra: object) -> None:
+    for environ in ({}, unit(site)):
+        with pytest.raises(ConfigError, match="is no JSON object") as caught:
+            assignment(environ, extra, model_path=str(site.checkpoint))
+        assert caught.value.hint is not None and "socket" in caught.value.hint
+
+
 def test_one_that_was_named_a_keeper_attaches_and_never_donates(site: Site) -> None:
     found = alone(site, socket=SOCKET, wait=3)
     assert (found.terms.on_miss, found.terms.wait_s, found.target) == ("fail", 3.0, None)
     assert found.terms.socket_path == Path(SOCKET)
+    assert found.terms.differing_hint is not None and "give vLLM the arguments" in found.terms.differing_hint
     with pytest.raises(ConfigError, match="donates nothing"):
         found.terms.target(None)
 
@@ -125,7 +136,7 @@ def test_other_configs_than_those_signed_are_refused(site: Site) -> None:
         alone(site).terms.check_files(record, configs | {"config.json": configs["config.json"] + b" "})
 
 
-@pytest.mark.parametrize("change", ["touched", "zeroed", "missing", "configs", "nothing"])
+@pytest.mark.parametrize("change", ["touched", "zeroed", "missing", "configs", "no config", "nothing"])
 def test_an_unsigned_checkpoint_must_be_the_very_files_of_the_keeper(site: Site, change: str) -> None:
     record, configs = record_and_configs(site)
     (site.checkpoint / "model.sig").unlink()
@@ -139,10 +150,12 @@ def test_an_unsigned_checkpoint_must_be_the_very_files_of_the_keeper(site: Site,
             path.unlink()
         case "configs":
             configs |= {"config.json": b"{}"}
+        case "no config":
+            (site.checkpoint / "config.json").unlink()
     check = alone(site).terms.check_files
     if change == "nothing":
         check(record, configs)
         return
-    with pytest.raises(ApplianceError, match=r"config\.json" if change == "configs" else path.name) as caught:
+    with pytest.raises(ApplianceError, match=r"config\.json" if "config" in change else path.name) as caught:
         check(record, configs)
     assert isinstance(caught.value, TrustError) or change == "missing"

@@ -7,7 +7,14 @@ import pytest
 
 from appliance.errors import HostError
 from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
-from appliance.vllm.environment import KEPT_CACHES, cache_folder, environment, make_cache_folder, visible_device
+from appliance.vllm.environment import (
+    KEPT_CACHES,
+    cache_folder,
+    environment,
+    make_cache_folder,
+    note_names,
+    visible_device,
+)
 from tests.engine.checkpoints import make_checkpoint
 from tests.sites import MODEL, Site
 
@@ -71,6 +78,43 @@ def test_the_names_of_facts_are_told_and_not_those_that_vllm_adds(site: Site, mo
     assert {"VLLM_FROM_THE_UNIT", "VLLM_FROM_THE_MANIFEST"} <= names
     assert not names & {"VLLM_STALE", "VLLM_CACHE_ROOT", "VLLM_NO_USAGE_STATS"}
     assert set(shaping_variables({**os.environ, **of(site), "VLLM_ADDED_LATER": "1"})) == names
+
+
+@pytest.mark.parametrize("inherited", [None, "VLLM_STALE"])
+def test_without_a_unit_names_are_noted_before_vllm_adds_variables(
+    monkeypatch: pytest.MonkeyPatch, inherited: str | None
+) -> None:
+    given(monkeypatch, {NAMES_VARIABLE: inherited, "VLLM_MINE": "1"})
+    note_names()
+    monkeypatch.setenv("VLLM_ADDED_LATER", "1")
+    names = shaping_variables(os.environ)
+    assert "VLLM_MINE" in names
+    assert not {"VLLM_STALE", "VLLM_ADDED_LATER"} & set(names)
+
+
+def test_vllms_own_processes_keep_the_names_that_the_first_has_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    given(monkeypatch, {NAMES_VARIABLE: "VLLM_MINE", "VLLM_ADDED": "1"})
+    note_names()
+    assert shaping_variables(os.environ) == ["VLLM_MINE"]
+    monkeypatch.delenv(NAMES_VARIABLE)
+    note_names()
+    assert "VLLM_ADDED" in shaping_variables(os.environ), "nobody has noted any: better one too many"
+
+
+def test_the_names_that_a_unit_has_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = {"APPLIANCE_MANIFEST": "/m.yaml", "APPLIANCE_MODEL": MODEL, NAMES_VARIABLE: "VLLM_UNIT"}
+    given(monkeypatch, {**unit, "VLLM_ADDED": "1"})
+    note_names()
+    assert shaping_variables(os.environ) == ["VLLM_UNIT"]
+
+
+def given(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str | None]) -> None:
+    """Have this process started with these; what is set to them later is taken back with them."""
+    for name, value in {"APPLIANCE_MANIFEST": None, "APPLIANCE_MODEL": None, NAMES_VARIABLE: None, **environ}.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
 
 
 def test_caches_used_longest_ago_are_removed(site: Site) -> None:

@@ -36,6 +36,11 @@ def test_what_vllm_quantizes_while_it_loads_is_finished_once_all_of_it_is_read(s
 
 
 def test_an_engine_that_asks_for_the_size_of_weights_in_vain_says_why_it_ends(said: Any) -> None:
-    (refusal,) = said["refusals"]
+    (refusal,) = said["refusals"]["outcomes"]
     assert (refusal["verdict"], refusal["exit_status"] in (EXIT_MISS, EXIT_RESOURCE)) == ("refused", True)
     assert "none.sock" in refusal["error"]
+
+
+def test_an_engine_that_waits_for_a_keeper_that_is_not_there_says_so_first(said: Any) -> None:
+    first, *_ = said["refusals"]["said"]
+    assert "none.sock yet: waiting for it for up to 0 s" in first
