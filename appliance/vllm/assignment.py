@@ -11,7 +11,8 @@ from typing import Any
 
 from appliance.checkpoint.contents import check_configs
 from appliance.checkpoint.digests import stat_files
-from appliance.checkpoint.files import SIGNATURE_NAME, CheckpointRoot, find_root
+from appliance.checkpoint.files import SIGNATURE_NAME, CheckpointRoot, find_root, list_files
+from appliance.checkpoint.findings import check_listing
 from appliance.checkpoint.identity import Identity, check_files, check_stats
 from appliance.checkpoint.signature import claimed_manifest
 from appliance.checkpoint.stat_record import FileStat
@@ -96,6 +97,9 @@ def _alone(extra_config: Mapping[str, Any], root: CheckpointRoot) -> Assignment:
         if claimed is None:
             _check_unsigned(root, record, configs)
         elif claimed.root_digest == record.fingerprint.root_digest:
+            # vLLM was started on this very folder, and reads what lies beside the signed files, too.
+            if found := check_listing(claimed):
+                raise TrustError(f"checkpoint {root} is not what was signed: {found}")
             recorded = {path: FileStat.from_json(facts) for path, facts in record.files.items()}
             check_files(claimed, check_stats(claimed, recorded))
             check_configs(claimed.manifest, configs)
@@ -124,6 +128,8 @@ def _check_unsigned(root: CheckpointRoot, record: ShardRecord, configs: Mapping[
                 f"checkpoint {root}: {path} is not the file that the keeper's weights were made of",
                 hint="sign the checkpoint, so that a copy can be told from another one",
             )
+    if extra := sorted({file.path for file in list_files(root)} - record.files.keys() - configs.keys()):
+        raise TrustError(f"checkpoint {root}: {extra[0]} was not there when the keeper's weights were made")
     for path, data in configs.items():
         try:
             own = (root.path / path).read_bytes()

@@ -136,6 +136,16 @@ def test_other_configs_than_those_signed_are_refused(site: Site) -> None:
         alone(site).terms.check_files(record, configs | {"config.json": configs["config.json"] + b" "})
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_nobody_has_signed_or_pinned_is_not_read_beside_what_was(site: Site, *, signed: bool) -> None:
+    record, configs = record_and_configs(site)
+    if not signed:
+        (site.checkpoint / "model.sig").unlink()
+    (site.checkpoint / "added_tokens.json").write_text("{}")
+    with pytest.raises(TrustError, match=r"added_tokens\.json"):
+        alone(site).terms.check_files(record, configs)
+
+
 @pytest.mark.parametrize("change", ["touched", "zeroed", "missing", "configs", "no config", "nothing"])
 def test_an_unsigned_checkpoint_must_be_the_very_files_of_the_keeper(site: Site, change: str) -> None:
     record, configs = record_and_configs(site)
