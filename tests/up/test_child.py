@@ -105,7 +105,9 @@ def test_the_program_ignores_and_blocks_no_signal_though_its_supervisor_does() -
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     done = started("grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status", preexec_fn=ignore)
-    assert [int(line.split()[1], 16) for line in done.stdout.splitlines()] == [0, 0]
+    # 32 and 33 are the C library's own, which whoever is spawned may ignore, as Python since 3.13 has it.
+    ours = ~(0b11 << 31)
+    assert [int(line.split()[1], 16) & ours for line in done.stdout.splitlines()] == [0, 0]
 
 
 def test_the_program_runs_on_the_cpus_it_was_given() -> None:
