@@ -12,7 +12,7 @@ from typing import Any
 from appliance.errors import PeerError
 from appliance.fingerprint import Fingerprint
 
-VERSION = 4  # raised with the layout's too: who starts on another one loads anew
+VERSION = 5  # raised with the layout's too: who starts on another one loads anew
 MAX_HEADER_BYTES = 4 << 20
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLABS = 250
@@ -35,12 +35,17 @@ class Reference:
     place: str
 
 
-FlagValue = bool | int | float | str | Reference | None
+@dataclass(frozen=True)
+class Absence:
+    """Nothing: loading left no value of this name, where one that has not loaded has one."""
+
+
+FlagValue = bool | int | float | str | Reference | Absence | None
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What loading set beside tensors: on a module, or on an object that one holds.
+    """What loading set beside tensors: on a module, on an object that one holds, or on a tensor.
 
     `place` is the names of modules and attributes that lead there from the whole, joined by dots.
     """
@@ -171,14 +176,20 @@ def _from_json(header: Any) -> ShardRecord:
 
 
 def _fields(flag: Flag) -> list[Any]:
-    value = flag.value
-    return [flag.place, flag.name, {"place": value.place} if isinstance(value, Reference) else value]
+    value: object = flag.value
+    if isinstance(value, Reference):
+        value = {"place": value.place}
+    elif isinstance(value, Absence):
+        value = {"absent": True}
+    return [flag.place, flag.name, value]
 
 
 def _flag(fields: Any) -> Flag:
     place, name, value = _list(fields, 3)
     if isinstance(value, dict) and value.keys() == {"place"}:
         return Flag(_text(place, 1024), _text(name), Reference(_text(value["place"], 1024)))
+    if isinstance(value, dict) and value.keys() == {"absent"} and value["absent"] is True:
+        return Flag(_text(place, 1024), _text(name), Absence())
     if type(value) not in (bool, int, float, str, type(None)):
         raise ValueError("a flag that is no plain value")
     return Flag(_text(place, 1024), _text(name), value)

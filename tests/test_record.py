@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from appliance import record
 from appliance.errors import PeerError
 from appliance.fingerprint import Fingerprint
-from appliance.record import Flag, ShardRecord, decode_header, layout_bytes
+from appliance.record import Absence, Flag, Reference, ShardRecord, decode_header, layout_bytes
 from tests.keeper.shards import LAYOUT, record_of
 
 _PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20)
 _FINGERPRINTS = st.dictionaries(_PRINTABLE, _PRINTABLE, max_size=4).map(Fingerprint.of)
+_VALUES = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(-1, 1), _PRINTABLE),
+    *(st.builds(Reference, _PRINTABLE), st.builds(Absence)),
+)
 _RECORDS = st.builds(
     ShardRecord,
     shard_id=st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
@@ -25,10 +29,7 @@ _RECORDS = st.builds(
     target=_FINGERPRINTS,
     signer=_PRINTABLE,
     slab_sizes=st.lists(st.integers(0, 1 << 40), max_size=record.MAX_SLABS).map(tuple),
-    flags=st.lists(
-        st.builds(Flag, _PRINTABLE, _PRINTABLE, st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-1, 1))),
-        max_size=3,
-    ).map(tuple),
+    flags=st.lists(st.builds(Flag, _PRINTABLE, _PRINTABLE, _VALUES), max_size=3).map(tuple),
     files=st.dictionaries(_PRINTABLE, st.tuples(*[st.integers(0, 1 << 63)] * 5), max_size=4),
     phases_s=st.dictionaries(_PRINTABLE, st.floats(0, 1e8), max_size=4),
 )
@@ -82,6 +83,9 @@ REFUSED = {
     "a flag whose value is a list": changed(flags=[["a", "b", []]]),
     "a reference to nothing": changed(flags=[["a", "b", {}]]),
     "a reference with more": changed(flags=[["a", "b", {"place": "c", "more": 1}]]),
+    "an absence that is none": changed(flags=[["a", "b", {"absent": False}]]),
+    "an absence of one": changed(flags=[["a", "b", {"absent": 1}]]),
+    "an absence with more": changed(flags=[["a", "b", {"absent": True, "place": "c"}]]),
     "a reference to a number": changed(flags=[["a", "b", {"place": 1}]]),
     "a flag on a number": changed(flags=[[1, "b", True]]),
     "flags without end": changed(flags=[["a", "b", 1]] * (record.MAX_FLAGS + 1)),

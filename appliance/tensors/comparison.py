@@ -135,10 +135,11 @@ def _memory(slots: list[Slot]) -> dict[Path, tuple[str, int]]:
 def _valued(one: Inventory, other: Inventory, unused: frozenset[str]) -> Iterator[str]:
     names, peer_names = _names(one), _names(other)
     for path, holder in one.holders.items():
-        if not _HOOKS.isdisjoint(path) or _is_unused(holder, unused):
+        if not _HOOKS.isdisjoint(path):
             continue
         if path not in other.holders:
-            yield f"{shown(path) or 'the module'}: only in the first"
+            if not _is_unused(holder, unused):
+                yield f"{shown(path) or 'the module'}: only in the first"
             continue
         here, there = _values(path, holder, names), _values(path, other.holders[path], peer_names)
         left_out = {f".{name}" for name in unused} if _is(holder, torch.Tensor) else ()

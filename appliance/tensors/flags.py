@@ -2,7 +2,7 @@
 
 It lies in no slab, and a process that attaches never ran the code that set it: on modules, on the objects that they
 hold, and on tensors, as which of a weight's dimensions is the output's. What is no plain value is kept where it is
-another of these objects, by its place.
+another of these objects, by its place, and of a tensor also what it has no more.
 """
 
 import types
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from appliance.errors import PeerError
-from appliance.record import Flag, FlagValue, Reference, flags_problem
+from appliance.record import Absence, Flag, FlagValue, Reference, flags_problem
 from appliance.tensors.addresses import may_be_address
 from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import Inventory, TensorError, walk
@@ -88,7 +88,7 @@ def set_flags(
             parts[place] = found
         return parts[place]
 
-    def referred(flag: Flag) -> Any:
+    def value_of(flag: Flag) -> Any:
         if not isinstance(flag.value, Reference):
             return flag.value
         found = at(flag.value.place, flag)
@@ -103,12 +103,15 @@ def set_flags(
         holder = at(flag.place, flag)
         if flag.name.startswith("__") or _is_value(holder) or _is_taken(holder, flag):
             raise PeerError(f"the shard sets {flag.name[:80]!r} on {flag.place[:200]!r}, which no process may")
-        value = referred(flag)
+        names = instance_dict(holder)
         if _is_tensor(holder):
             # What it has of the skeleton's tensor it shares with that, and with whoever else has that.
-            object.__setattr__(holder, "__dict__", {**instance_dict(holder), flag.name: value})
+            names = dict(names)
+            object.__setattr__(holder, "__dict__", names)
+        if isinstance(flag.value, Absence):
+            names.pop(flag.name, None)
         else:
-            instance_dict(holder)[flag.name] = value
+            names[flag.name] = value_of(flag)
 
 
 def _inner_pairs(loaded: nn.Module, skeleton: nn.Module, opaque: Collection[type]) -> list[tuple[str, Any, Any]]:
@@ -126,20 +129,26 @@ def _inner_pairs(loaded: nn.Module, skeleton: nn.Module, opaque: Collection[type
 
 
 def _of_tensors(loaded: nn.Module, inventory: Inventory, skeleton: Inventory) -> Iterator[Flag]:
-    """Yield the plain values on tensors that another process's tensor does not get from its skeleton."""
+    """Yield the plain values on tensors that another process's tensor does not get from its skeleton, or has to lose.
+
+    Post-processing often makes a new parameter, without what the loader of a checkpoint asks the old one.
+    """
     done = set()
     for path, slot in inventory.slots.items():
         if id(slot.value) in done:
             continue
         done.add(id(slot.value))
         place = ".".join(map(str, path))
-        if not instance_dict(slot.value) or _resolved(loaded, place, ()) is not slot.value:
+        fresh, kept = _kept_of(skeleton.slots.get(path), slot.value), instance_dict(slot.value)
+        if not (fresh or kept) or _resolved(loaded, place, ()) is not slot.value:
             continue
-        fresh = _kept_of(skeleton.slots.get(path), slot.value)
-        for name, value in instance_dict(slot.value).items():
+        for name, value in kept.items():
             is_plain = type(value) in _PLAIN and not (isinstance(value, int) and may_be_address(value))
             if is_plain and not _same(fresh.get(name, _ABSENT), value) and not _is_of_class(slot.value, name):
                 yield Flag(place, name, value)
+        for name in fresh:
+            if name not in kept and not _is_of_class(slot.value, name):
+                yield Flag(place, name, Absence())
 
 
 def _kept_of(slot: Slot | None, tensor: torch.Tensor) -> dict[str, Any]:
@@ -166,6 +175,8 @@ def _is_taken(holder: Any, flag: Flag) -> bool:
     """Tell whether a name of a module is one of torch's, or that of a part or tensor that it would go on without."""
     if _is_tensor(holder):
         return isinstance(flag.value, Reference) or _is_of_class(holder, flag.name)
+    if isinstance(flag.value, Absence):  # only tensors lose what they had
+        return True
     if not issubclass(type(holder), nn.Module):
         return False
     registries = (holder._modules, holder._parameters, holder._buffers)

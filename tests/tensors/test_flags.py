@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from appliance.errors import PeerError
-from appliance.record import MAX_FLAGS, Flag, Reference
+from appliance.record import MAX_FLAGS, Absence, Flag, Reference
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of, set_flags
 from appliance.tensors.inventory import TensorError
@@ -258,12 +258,41 @@ def test_what_is_set_on_a_tensor_is_not_set_on_another_one_with_the_same_attribu
     assert vars(tied) == {"kind": "rows"}
 
 
+def test_what_a_tensor_lost_another_process_loses_too(shard: MakeShard) -> None:
+    loaded, skeleton = module(), module().to("meta")
+    for layers in (loaded, skeleton):
+        for place in ("0", "1.0"):
+            vars(layers.get_submodule(place).weight).update(loader=told, is_transposed=True)
+    layer = loaded.get_submodule("0")
+    layer.weight = nn.Parameter(torch.ones(2, 2))
+    vars(layer.weight)["loader"] = told
+    flags = flags_of(loaded, skeleton, inner=True)
+    assert flags == (Flag("0.weight", "is_transposed", Absence()),)
+    made = shard(loaded)
+    for layers in (loaded, skeleton):
+        made.attach(layers, stage="processed")
+    assert differences(loaded, skeleton, unused=("loader",)) == ["0.weight.is_transposed: absent and True"]
+    set_flags(skeleton, flags)
+    set_flags(skeleton, flags)  # it is gone already
+    assert differences(loaded, skeleton) == []
+
+
+@pytest.mark.parametrize(("place", "name"), [("0", "in_features"), ("0", "weight"), ("0.kernel", "width")])
+def test_nothing_but_a_tensor_loses_what_it_has(place: str, name: str) -> None:
+    layers = with_kernel()
+    with pytest.raises(PeerError, match="no process may"):
+        set_flags(layers, [Flag(place, name, Absence())])
+    layer: Any = layers.get_submodule("0")
+    assert (layer.in_features, layer.weight.shape, layer.kernel.width) == (2, (2, 2), None)
+
+
 @pytest.mark.parametrize("name", ["data", "grad", "view", "shape", "input_dim", "__class__"])
 def test_what_every_tensor_of_a_class_has_is_not_hidden(name: str) -> None:
     layers = module()
     layers.get_submodule("0").weight = Weight(torch.zeros(2, 2))
-    with pytest.raises(PeerError, match="no process may"):
-        set_flags(layers, [Flag("0.weight", name, 1)])
+    for value in (1, Absence()):
+        with pytest.raises(PeerError, match="no process may"):
+            set_flags(layers, [Flag("0.weight", name, value)])
     assert not vars(layers.get_submodule("0").weight)
 
 

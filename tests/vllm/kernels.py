@@ -34,7 +34,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import c
 from appliance.descriptors import close_all
 from appliance.layout import shown
 from appliance.ports import free_port
-from appliance.record import Flag, Reference
+from appliance.record import Absence, Flag, Reference
 from appliance.slabs.memfd import MemfdBackend
 from appliance.tensors.attachment import confirm, place
 from appliance.tensors.comparison import differences
@@ -164,7 +164,7 @@ def _process(module: Any) -> None:
 
 def _shown(flag: Flag) -> list[Any]:
     value = f"as {flag.value.place}" if isinstance(flag.value, Reference) else flag.value
-    return [flag.place, flag.name, value]
+    return [flag.place, flag.name, "absent" if isinstance(value, Absence) else value]
 
 
 def _as_they_are(*, wq: torch.Tensor, ws: torch.Tensor, **facts: Any) -> tuple[torch.Tensor, torch.Tensor]:
