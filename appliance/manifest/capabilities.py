@@ -3,7 +3,7 @@
 A manifest that asks for more is refused before anything starts, with the kind that can do it, if there is one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from appliance.manifest.arguments import option_name
@@ -21,7 +21,15 @@ class Backend:
     settings: frozenset[str] = frozenset()
     # Arguments that would contradict a setting of the manifest, with that setting.
     own_args: Mapping[str, str] = field(default_factory=dict)
+    # Arguments by which the appliance could not find its engine, or say what it was told; why not, and what to do.
+    no_args: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
+
+_NO_HTTP = "the appliance asks its engine over HTTP", "leave it out: engine.host and engine.port say where"
+_NO_TLS = (
+    "the appliance asks its engine without TLS",
+    "let the engine listen on 127.0.0.1, and end TLS in front of it",
+)
 
 MODEL_NAME = "model name"  # in place of a setting: what the manifest calls the model
 
@@ -56,6 +64,20 @@ BACKENDS: Mapping[str, Backend] = {
             "-q": "quantization",
             "-sc": "draft",
             "-tp": "parallel.tensor",
+        },
+        no_args={
+            "--config": (
+                "nothing here looks at what its file says, or notices that it changes",
+                "write what it says into the manifest",
+            ),
+            "--grpc": _NO_HTTP,
+            "--headless": _NO_HTTP,
+            "--ssl-ca-certs": _NO_TLS,
+            "--ssl-cert-reqs": _NO_TLS,
+            "--ssl-certfile": _NO_TLS,
+            "--ssl-ciphers": _NO_TLS,
+            "--ssl-keyfile": _NO_TLS,
+            "--uds": _NO_HTTP,
         },
     ),
 }
@@ -103,18 +125,22 @@ def _own_args(path: SettingPath, model: Model, backend: Backend) -> Iterator[Fin
     for index, argument in enumerate(model.engine.args):
         # Engines take --speculative-config.method for one key of a group.
         option = option_name(argument).partition(".")[0]
-        own = _own_option(option, backend.own_args)
-        if own is not None:
+        where, reads = (*path, "engine", "args", index), ((*path, "engine", "kind"),)
+        if (own := _option_of(option, backend.own_args)) is not None:
             setting = backend.own_args[own]
-            name = option if own == option else f"{option} ({own})"
-            what = f"{name} is set by the manifest's {setting}"
-            yield Finding(
-                (*path, "engine", "args", index), what, hint=f"use {setting}", reads=((*path, "engine", "kind"),)
-            )
+            what = f"{_shown(option, own)} is set by the manifest's {setting}"
+            yield Finding(where, what, hint=f"use {setting}", reads=reads)
+        elif (own := _option_of(option, backend.no_args)) is not None:
+            why, hint = backend.no_args[own]
+            yield Finding(where, f"{_shown(option, own)}: {why}", hint=hint, reads=reads)
 
 
-def _own_option(option: str, own_args: Mapping[str, str]) -> str | None:
-    """Return which of our own options the engine's parser would take this word for: argparse takes a beginning, too."""
+def _shown(option: str, own: str) -> str:
+    return option if own == option else f"{option} ({own})"
+
+
+def _option_of(option: str, own_args: Collection[str]) -> str | None:
+    """Return which of these options the engine's parser would take this word for: argparse takes a beginning, too."""
     if option in own_args:
         return option
     if not option.startswith("-") or option in ("-", "--"):

@@ -16,7 +16,7 @@ from appliance.manifest.schema import GUESSING_METHODS, Engine, Manifest, Model
 MAX_SOCKET_PATH_BYTES = 107
 
 _LOOPBACK_NAME = "localhost"
-_SET_BY_UNITS = ("APPLIANCE_", "FDSTORE", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_")
+_SET_BY_UNITS = ("APPLIANCE_", "CUDA_DEVICE_ORDER", "FDSTORE", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_")
 
 
 def findings(manifest: Manifest, *, wrong: Collection[SettingPath] = ()) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from appliance.manifest.shaping import NAMES_VARIABLE, shaping_variables
 from appliance.slabs.devices import CPU
 from appliance.target import Target, devices
 from appliance.vllm.assignment import MANIFEST_VARIABLE, MODEL_VARIABLE
+from appliance.vllm.plugin import LOAD_FORMAT
 
 KEPT_CACHES = 3
 # Where each of these keeps what it compiled or tuned.
@@ -36,7 +37,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_S
 
 
 def environment(target: Target, manifest: Path) -> dict[str, str]:
-    """Return the variables; the manifest's own `engine.environment` goes before all but the last four."""
+    """Return the variables; the manifest's own `engine.environment` goes before all but the last ones."""
     engine = target.model.engine
     folder = cache_folder(target)
     own = [device for device in devices(target.model) if device != CPU]
@@ -51,6 +52,9 @@ def environment(target: Target, manifest: Path) -> dict[str, str]:
         MANIFEST_VARIABLE: str(manifest.absolute()),
         MODEL_VARIABLE: target.name,
     }
+    if (plugins := {**os.environ, **engine.environment}.get("VLLM_PLUGINS")) is not None:
+        # A list of the only ones to be loaded.
+        found["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), LOAD_FORMAT])
     return {**found, NAMES_VARIABLE: _names({**os.environ, **found})}
 
 

@@ -22,7 +22,6 @@ from appliance.checkpoint.contents import check_configs, read_configs
 from appliance.client import KeeperClient, RefusedError, resident_fingerprint
 from appliance.errors import ApplianceError, ConfigError, HostError, TrustError, error_of_status
 from appliance.events import WARNING, event
-from appliance.manifest.arguments import option_name
 from appliance.notify import Notifier
 from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.arguments import serve_arguments
@@ -76,7 +75,6 @@ class _Server:
         self._notifier = notifier
         self._stopping = False
         self._base = target.model.engine.base_url
-        _refuse_tls(arguments)
         self._key = canary.api_key(arguments, environ)
         self._child = subprocess.Popen([sys.executable, "-m", "appliance.vllm.command_line", *arguments], env=environ)
 
@@ -226,16 +224,6 @@ def _resident_configs(target: Target, role: str, *, on_progress: Callable[[str],
     except TrustError:
         return None
     return files
-
-
-def _refuse_tls(arguments: list[str]) -> None:
-    for argument in arguments:
-        option = option_name(argument)
-        if option.startswith("--ssl-"):
-            raise ConfigError(
-                f"engine.args: {option}: the appliance asks its engine without TLS",
-                hint="let the engine listen on 127.0.0.1, and end TLS in front of it",
-            )
 
 
 def _waiting(notifier: Notifier, text: str) -> None:

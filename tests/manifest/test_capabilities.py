@@ -75,8 +75,26 @@ def test_an_argument_that_the_engine_takes_for_one_of_ours_is_refused(argument: 
 
 
 @pytest.mark.parametrize(
+    ("argument", "option"),
+    [
+        ("--ssl-keyfile", "--ssl-keyfile"),
+        ("--ssl_cert-reqs=1", "--ssl-cert-reqs"),
+        ("--ssl-ci", "--ssl-ciphers"),
+        ("--ud=/s", "--uds"),
+        ("--headl", "--headless"),
+        ("--conf", "--config"),
+    ],
+)
+def test_an_argument_that_would_hide_the_engine_is_refused(argument: str, option: str) -> None:
+    (finding,) = capability_findings(PATH, _model("vllm", args=[argument]))
+    assert finding.path == (*PATH, "engine", "args", 0)
+    assert finding.hint == BACKENDS["vllm"].no_args[option][1]
+
+
+@pytest.mark.parametrize(
     "argument",
     [
+        *("--config-format", "--grpc-port", "--enable-ssl-refresh", "--root-path"),
         *("--", "-", "", "--max-model-len", "--max_model_len=32768", "--model-impl", "--data-parallel-size-local"),
         *("--quantization-config", "--tensor-parallel-size-of-another", "--tokenizer.mode", "--reasoning-parser"),
         *("load-format", "0.90", "-0.5", "-1", "-O3", "-cc", "-dcp", "-n", "-r", '{"--dtype": "auto"}'),

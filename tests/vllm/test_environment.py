@@ -49,6 +49,15 @@ def test_the_manifests_variables_go_before_the_appliances(site: Site) -> None:
     assert of(site)["VLLM_CACHE_ROOT"] == "/elsewhere"
 
 
+def test_whatever_plugins_are_chosen_the_load_format_is_among_them(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert "VLLM_PLUGINS" not in of(site), "all of them are loaded"
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+    assert of(site)["VLLM_PLUGINS"] == "theirs,appliance"
+    site.write(engine={"kind": "vllm", "port": 18000, "environment": {"VLLM_PLUGINS": ""}})
+    assert of(site)["VLLM_PLUGINS"] == "appliance"
+
+
 def test_every_cache_lies_below_one_folder_that_stays_the_same(site: Site) -> None:
     folder = cache_folder(site.target())
     assert folder.is_relative_to(site.folder / "cache" / MODEL / "vllm")

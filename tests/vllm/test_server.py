@@ -257,17 +257,6 @@ def test_one_that_completes_nothing_is_ready_without_a_canary(engine: Engine, ma
     assert "no canary for m" in said
 
 
-@pytest.mark.parametrize("told", [("--ssl-keyfile", "/k.pem"), ("--ssl_keyfile=/k.pem",)])
-def test_tls_of_its_own_is_refused_before_it_starts(
-    engine: Engine, manager: ServiceManager, told: tuple[str, ...]
-) -> None:
-    engine.site.write(engine=engine.settings(*told))
-    status, said = engine.ended(manager)
-    assert status == 78
-    assert "--ssl-keyfile" in said
-    assert not (engine.folder / "started").exists()
-
-
 def test_a_changed_config_is_refused_before_it_starts(engine: Engine, manager: ServiceManager) -> None:
     path = engine.site.checkpoint / "config.json"
     path.write_text(path.read_text() + " ")
