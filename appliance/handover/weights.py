@@ -4,6 +4,7 @@ describe -> check the files -> fingerprint -> attach          the keeper has the
 offer -> load from disk, verified -> pack -> donate -> attach  it has not, and this process may: `donated`
 """
 
+import contextlib
 import gc
 import secrets
 import time
@@ -141,7 +142,7 @@ class _Taker:
         try:
             terms.check_files(record, files)
         except TrustError as error:
-            client.report(refused(Reason.FILE_DIFFERS, str(error)), {})
+            self._report(refused(Reason.FILE_DIFFERS, str(error)), {})
             raise
         checked = time.monotonic()
         stage = stage_of(record)
@@ -159,7 +160,7 @@ class _Taker:
             awaited = self._bind(module, described.layout, record, slabs, stage)
         except PeerError as error:
             # The keeper checked none of this: it opens no device.
-            client.report(refused(Reason.STALE_MEMORY, str(error)), {})
+            self._report(refused(Reason.STALE_MEMORY, str(error)), {})
             raise ResourceError(
                 f"what the keeper holds cannot be mapped: {error.message}",
                 hint=f"was the GPU reset, or its driver restarted? {terms.unit} loads the weights again",
@@ -175,7 +176,7 @@ class _Taker:
             "finish": time.monotonic() - bound,
         }
         verdict = Verdict(Outcome.HIT)
-        client.report(verdict, phases)
+        self._report(verdict, phases)
         return Weights(module, files, verdict, record, client, phases)
 
     def _described(self, deadline: float) -> Description:
@@ -250,7 +251,7 @@ class _Taker:
             close_all(slabs)
         module = loaded.module if stage == "processed" else source.finish(loaded.module, stage)
         verdict = Verdict(Outcome.DONATED)
-        client.report(verdict, phases)
+        self._report(verdict, phases)
         return Weights(module, loaded.configs, verdict, record, client, phases)
 
     def _prove(self, loaded: Loaded, layout: bytes, record: ShardRecord, slabs: tuple[Descriptor, ...]) -> None:
@@ -298,6 +299,11 @@ class _Taker:
             set_flags(module, record.flags, inner=True, opaque=self.source.opaque)
         confirm(module, awaited, opaque=self.source.opaque)
         return module
+
+    def _report(self, verdict: Verdict, phases_s: dict[str, float]) -> None:
+        # A keeper that went away changes nothing about what was found here; whoever has the lease notices.
+        with contextlib.suppress(PeerError):
+            self.client.report(verdict, phases_s)
 
     def _may_load(self, verdict: Verdict, deadline: float) -> bool:
         if self.terms.on_miss != "load" or time.monotonic() > deadline:

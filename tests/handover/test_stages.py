@@ -167,6 +167,31 @@ def test_what_is_not_proved_is_kept_as_loaded_and_says_why(
     close(serving, donated, attached)
 
 
+class Left(Made):
+    """A source whose keeper goes away while its skeleton is built: the descriptors are there, the report is not."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__()
+        self._serving = serving
+
+    def skeleton(self, configs: Mapping[str, bytes]) -> nn.Module:
+        self._serving.close()
+        return super().skeleton(configs)
+
+
+def test_a_keeper_that_goes_away_in_the_middle_of_an_attach_costs_its_engine_nothing(serving: Serving) -> None:
+    donated = obtained(serving, Made())
+    attached = obtained(serving, Left(serving))
+    assert not serving.alive
+    assert attached.verdict.outcome is Outcome.HIT
+    assert differences(donated.module, attached.module) == []
+    assert attached.client is not None, "whose lease is renewed"
+    assert attached.client.wait_for_hangup() is None
+    for weights in (donated, attached):
+        assert weights.client is not None
+        weights.client.close()
+
+
 class Elsewhere(Made):
     """A source whose weights, as loaded, bring along what no module of it can have."""
 
