@@ -5,6 +5,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 
@@ -20,6 +21,12 @@ _DERIVED = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "
 
 # Backends for experts that are not quantized, which lay them out where they are.
 _REWRITING = frozenset({"FLASHINFER_TRTLLM"})
+
+# Methods of quantized experts that know of no processed weights, but have one that makes their kernel of such, and does
+# nothing else. Others lay weights out in one of this name.
+_SETS_KERNEL_UP = frozenset(
+    {"AutoAWQMoEMethod", "AutoGPTQMoEMethod", "CompressedTensorsWNA16MoEMethod", "MoeWNA16Method"}
+)
 
 # What vLLM marks a parameter with that it lets go of, as since 0.33.
 _LET_GO = "requantization_source"
@@ -51,16 +58,22 @@ def process_again(module: torch.nn.Module, process: Process, *, opaque: Collecti
     """Rebuild what post-processing left beside tensors, where this vLLM can do no more than that.
 
     Tensors stay those of the shard: vLLM's own mode moves some, as scales of attention to the host. Where there is no
-    such mode, a shard is `processed` only if nothing but tensors was changed. TensorError where it breaks off.
+    such mode, a shard is `processed` only if nothing but tensors and the kernels of experts was changed. TensorError
+    where it breaks off.
     """
     with _already_processed() as rebuilds:
         # Every one or none: vLLM breaks off at the first that does not support it.
-        if not rebuilds or not _can_be_rebuilt(module):
+        by_itself = rebuilds and _can_be_rebuilt(module)
+        experts = [] if by_itself or not rebuilds else _experts_of(module)
+        if not by_itself and not experts:
             return
         given = list(walk(module, opaque=opaque).slots.values())
         try:
-            _set_derived_aside(module)
-            process(module)
+            if by_itself:
+                _set_derived_aside(module)
+                process(module)
+            for part, method in experts:
+                method._setup_kernel(part)
             for slot in given:
                 if _now(slot) is not slot.value:
                     slot.put(slot.value)
@@ -132,6 +145,12 @@ def _can_be_rebuilt(module: torch.nn.Module) -> bool:
     methods = (getattr(part, "quant_method", None) for part in module.modules())
     # What has no such flag is no quantization method of vLLM's, and is left out by it.
     return all(getattr(method, "supports_pre_processed_weights", True) for method in methods)
+
+
+def _experts_of(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
+    """Return the layers of experts whose kernel can be made anew, each with its method."""
+    pairs = ((part, getattr(part, "quant_method", None)) for part in module.modules())
+    return [(part, method) for part, method in pairs if type(method).__name__ in _SETS_KERNEL_UP]
 
 
 def _set_derived_aside(module: torch.nn.Module) -> None:

@@ -128,7 +128,8 @@ class VllmSource:
 
     def finish(self, module: torch.nn.Module, stage: Stage) -> torch.nn.Module:
         if stage == "processed":
-            process_again(module, self._process, opaque=self.opaque)
+            with self._where_it_computes():
+                process_again(module, self._process, opaque=self.opaque)
         elif self._needs_all:
             process_loaded(module, self._process)
         return module.eval()
@@ -188,8 +189,13 @@ class VllmSource:
             tables.clear()
             tables.update(tables_before)
 
-    def _process(self, module: torch.nn.Module) -> None:
+    @contextlib.contextmanager
+    def _where_it_computes(self) -> Iterator[None]:
         with set_default_torch_dtype(self._model_config.dtype), self._device:
+            yield
+
+    def _process(self, module: torch.nn.Module) -> None:
+        with self._where_it_computes():
             vllm_loading.process_weights_after_loading(module, self._model_config, self._device)
 
 

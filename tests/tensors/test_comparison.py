@@ -287,7 +287,8 @@ def test_attributes_of_tensors_that_nothing_computes_with_can_be_left_out() -> N
     assert differences(model, copy, unused=("loader",)) == ["weight: only in the first"]
     copy.weight.scale = 2  # type: ignore[attr-defined]
     assert differences(model, copy, unused=("loader",)) == differences(copy, model, unused=("loader",)) == []
-    del model.weight.scale  # what is left of it is not used, and what the other one has is
+    # What is left of it is not used, and what the other one has is.
+    del model.weight.scale  # type: ignore[attr-defined]
     assert differences(model, copy, unused=("loader",)) == ["weight.scale: absent and 2"]
     assert differences(copy, model, unused=("loader",)) == ["weight.scale: 2 and absent"]
 

@@ -1,4 +1,4 @@
-"""`python -m tests.vllm.kernels FOLDER`, in vLLM's environment: what another process gets of fp8, as a line of JSON.
+"""`python -m tests.vllm.kernels FOLDER`, in vLLM's environment: what another process gets of quantized layers, in JSON.
 
 Layers, methods and kernels are vLLM's own for an H200. A kernel computes nothing here: it is asked what it makes of a
 weight after loading, which is Python, but for two functions of the GPU that are replaced.
@@ -25,9 +25,11 @@ from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
     FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 
@@ -48,6 +50,7 @@ from tests.vllm.checkpoints import make_checkpoint
 IN_FEATURES, OUT_FEATURES = 256, 384
 BLOCK = [128, 128]
 NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
+REPACKS = {auto_awq: "awq_marlin_moe_repack", auto_gptq: "gptq_marlin_moe_repack"}
 KERNELS = {
     "one scale a tensor": (CutlassFP8ScaledMMLinearKernel, None),
     "blocks": (deep_gemm.DeepGemmFp8BlockScaledMMKernel, BLOCK),
@@ -118,12 +121,19 @@ def attached_compressed() -> dict[str, Any]:
         return compared(built)
 
 
-def experts(folder: Path, block: str) -> dict[str, Any]:
-    """Return the same of the experts of a mixture, with Triton's kernel."""
-    checkpoint = make_checkpoint(folder / block, architecture="qwen3-moe", method=block, large=True)
+def experts(folder: Path, method: str) -> dict[str, Any]:
+    """Return the same of the experts of a mixture, with Triton's kernel for fp8 and Marlin's for the others."""
+    checkpoint = make_checkpoint(folder / method, architecture="qwen3-moe", method=method, large=True)
     config = engine_config([str(checkpoint), "--max-model-len", "256", "--enforce-eager"])
-    chosen = patch.object(fp8, "select_fp8_moe_backend", lambda **facts: (Fp8MoeBackend.TRITON, TritonExperts))
-    with set_current_vllm_config(config), kernel_of_a_gpu(deep_gemm.DeepGemmFp8BlockScaledMMKernel), chosen:
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(kernel_of_a_gpu(deep_gemm.DeepGemmFp8BlockScaledMMKernel))
+        triton = Fp8MoeBackend.TRITON, TritonExperts
+        stack.enter_context(patch.object(fp8, "select_fp8_moe_backend", lambda **facts: triton))
+        marlin = WNA16MoEBackend.MARLIN, MarlinExperts
+        for module in (auto_awq, auto_gptq):
+            stack.enter_context(patch.object(module, "select_wna16_moe_backend", lambda *asked, **facts: marlin))
+            stack.enter_context(patch.object(operations, REPACKS[module], _repacked))
         source = VllmSource(config, config.model_config, prefix="", target=None)
         return compared(lambda device: source._built(torch.device(device)))
 
@@ -158,7 +168,7 @@ def compared(built: Callable[[str], nn.Module]) -> dict[str, Any]:
 def _process(module: Any) -> None:
     """Process what is in fp8 here, as vLLM's own function does; the rest would be packed for a CPU."""
     for part in module.modules():
-        if isinstance(part, Layer) or hasattr(part, "w13_weight"):
+        if isinstance(part, Layer) or any(hasattr(part, name) for name in ("w13_weight", "w13_qweight")):
             part.quant_method.process_weights_after_loading(part)
 
 
@@ -175,6 +185,10 @@ def _quantized(values: torch.Tensor, scale: Any = None, **facts: Any) -> tuple[t
     return values.to(torch.float8_e4m3fn), scale
 
 
+def _repacked(b_q_weight: torch.Tensor, *facts: Any, **named_facts: Any) -> torch.Tensor:
+    return b_q_weight.reshape(len(b_q_weight), b_q_weight.shape[1] // 2, -1).clone()
+
+
 def main() -> None:
     config = VllmConfig()
     with set_current_vllm_config(config):
@@ -184,7 +198,7 @@ def main() -> None:
         torch.set_default_dtype(torch.bfloat16)
         said = {name: attached(*kernel) for name, kernel in KERNELS.items()}
         said["compressed-tensors"] = attached_compressed()
-    said |= {f"experts, {block}": experts(Path(sys.argv[1]), block) for block in ("fp8", "fp8-block")}
+    said |= {f"experts, {method}": experts(Path(sys.argv[1]), method) for method in ("fp8", "fp8-block", "awq", "gptq")}
     print(json.dumps(said))
 
 

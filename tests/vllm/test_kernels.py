@@ -1,4 +1,4 @@
-"""What vLLM's kernels for fp8 note beside weights reaches another process, so that it need not process them again."""
+"""What vLLM's kernels note beside quantized weights reaches other processes, which need not process them again."""
 
 import json
 from typing import Any
@@ -33,9 +33,9 @@ def test_a_layer_in_fp8_is_the_same_in_another_process(said: Any, kernel: str, f
     )
 
 
-@pytest.mark.parametrize("block", ["fp8", "fp8-block"])
-def test_experts_in_fp8_are_the_same_in_another_process(said: Any, block: str) -> None:
-    experts = said[f"experts, {block}"]
+@pytest.mark.parametrize("method", ["fp8", "fp8-block", "awq", "gptq"])
+def test_quantized_experts_are_the_same_in_another_process(said: Any, method: str) -> None:
+    experts = said[f"experts, {method}"]
     assert experts["left"] == []
     scales = [f"quant_method.moe_quant_config._w{number}.scale" for number in (1, 2)]
     assert all(any(place.endswith(scale) for place in experts["rebuilt"]) for scale in scales), "or nothing was rebuilt"

@@ -65,6 +65,26 @@ def test_nothing_is_rebuilt_where_one_method_cannot(mode: Mode) -> None:
     process_again(module_of(method(supports=True), method(supports=False)), never)
 
 
+class AutoAWQMoEMethod:
+    """One of vLLM's methods that make the kernel of experts anew, but do not know of processed weights."""
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self.kernel: tuple[torch.Tensor, bool] | None = None
+
+    def _setup_kernel(self, layer: Any) -> None:
+        self.kernel = layer.weight, self._mode.on
+
+
+def test_the_kernel_of_experts_is_made_anew_where_their_method_makes_nothing_else(mode: Mode) -> None:
+    experts = AutoAWQMoEMethod(mode)
+    module = module_of(method(supports=False), experts)
+    process_again(module, never)
+    assert experts.kernel == (module.get_submodule("1").weight, True)
+
+
 def test_nothing_is_rebuilt_by_a_vllm_without_that_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     process_again(module_of(method(supports=True)), never)
