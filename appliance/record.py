@@ -18,6 +18,7 @@ MAX_RECORD_BYTES = 256 << 20
 MAX_SLABS = 250
 MAX_FILES = 10_000
 MAX_FLAGS = 10_000
+MAX_FLAG_ITEMS = 64
 MAX_FLAGS_BYTES = MAX_HEADER_BYTES // 2
 
 _SHARD_ID = re.compile(r"[0-9a-f]{16}")
@@ -40,7 +41,8 @@ class Absence:
     """Nothing: loading left no value of this name, where one that has not loaded has one."""
 
 
-FlagValue = bool | int | float | str | Reference | Absence | None
+Plain = bool | int | float | str | None
+FlagValue = Plain | tuple[Plain, ...] | Reference | Absence
 
 
 @dataclass(frozen=True)
@@ -181,18 +183,33 @@ def _fields(flag: Flag) -> list[Any]:
         value = {"place": value.place}
     elif isinstance(value, Absence):
         value = {"absent": True}
+    elif isinstance(value, tuple):
+        value = {"tuple": list(value)}
     return [flag.place, flag.name, value]
 
 
 def _flag(fields: Any) -> Flag:
     place, name, value = _list(fields, 3)
-    if isinstance(value, dict) and value.keys() == {"place"}:
-        return Flag(_text(place, 1024), _text(name), Reference(_text(value["place"], 1024)))
-    if isinstance(value, dict) and value.keys() == {"absent"} and value["absent"] is True:
-        return Flag(_text(place, 1024), _text(name), Absence())
+    return Flag(_text(place, 1024), _text(name), _flag_value(value))
+
+
+def _flag_value(value: Any) -> FlagValue:
+    if not isinstance(value, dict):
+        return _plain(value)
+    if value.keys() == {"place"}:
+        return Reference(_text(value["place"], 1024))
+    if value.keys() == {"tuple"}:
+        return tuple(map(_plain, _list(value["tuple"], MAX_FLAG_ITEMS)))
+    if value.keys() == {"absent"} and value["absent"] is True:
+        return Absence()
+    raise ValueError("a flag that is no plain value")
+
+
+def _plain(value: Any) -> Plain:
     if type(value) not in (bool, int, float, str, type(None)):
         raise ValueError("a flag that is no plain value")
-    return Flag(_text(place, 1024), _text(name), value)
+    result: Plain = value
+    return result
 
 
 def _matching(pattern: re.Pattern[str], value: Any) -> str:

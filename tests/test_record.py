@@ -15,8 +15,9 @@ from tests.keeper.shards import LAYOUT, record_of
 
 _PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20)
 _FINGERPRINTS = st.dictionaries(_PRINTABLE, _PRINTABLE, max_size=4).map(Fingerprint.of)
+_PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-1, 1), _PRINTABLE)
 _VALUES = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.floats(-1, 1), _PRINTABLE),
+    *(_PLAIN, st.lists(_PLAIN, max_size=3).map(tuple)),
     *(st.builds(Reference, _PRINTABLE), st.builds(Absence)),
 )
 _RECORDS = st.builds(
@@ -83,6 +84,10 @@ REFUSED = {
     "a flag whose value is a list": changed(flags=[["a", "b", []]]),
     "a reference to nothing": changed(flags=[["a", "b", {}]]),
     "a reference with more": changed(flags=[["a", "b", {"place": "c", "more": 1}]]),
+    "a tuple that is none": changed(flags=[["a", "b", {"tuple": 1}]]),
+    "a tuple in a tuple": changed(flags=[["a", "b", {"tuple": [[1]]}]]),
+    "a tuple with more": changed(flags=[["a", "b", {"tuple": [1], "more": 1}]]),
+    "a tuple without end": changed(flags=[["a", "b", {"tuple": [1] * (record.MAX_FLAG_ITEMS + 1)}]]),
     "an absence that is none": changed(flags=[["a", "b", {"absent": False}]]),
     "an absence of one": changed(flags=[["a", "b", {"absent": 1}]]),
     "an absence with more": changed(flags=[["a", "b", {"absent": True, "place": "c"}]]),

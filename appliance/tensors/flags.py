@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from appliance.errors import PeerError
-from appliance.record import Absence, Flag, FlagValue, Reference, flags_problem
+from appliance.record import MAX_FLAG_ITEMS, Absence, Flag, FlagValue, Reference, flags_problem
 from appliance.tensors.addresses import may_be_address
 from appliance.tensors.captures import is_machinery
 from appliance.tensors.inventory import Inventory, TensorError, walk
@@ -143,8 +143,7 @@ def _of_tensors(loaded: nn.Module, inventory: Inventory, skeleton: Inventory) ->
         if not (fresh or kept) or _resolved(loaded, place, ()) is not slot.value:
             continue
         for name, value in kept.items():
-            is_plain = type(value) in _PLAIN and not (isinstance(value, int) and may_be_address(value))
-            if is_plain and not _same(fresh.get(name, _ABSENT), value) and not _is_of_class(slot.value, name):
+            if _is_plain(value) and not _same(fresh.get(name, _ABSENT), value) and not _is_of_class(slot.value, name):
                 yield Flag(place, name, value)
         for name in fresh:
             if name not in kept and not _is_of_class(slot.value, name):
@@ -227,9 +226,8 @@ def _values(holder: Any, known: dict[int, str]) -> Iterator[tuple[str, FlagValue
     for name, value in instance_dict(holder).items():
         if name in _OWN or name.startswith("__"):
             continue
-        if type(value) in _PLAIN:
-            if not isinstance(value, int) or not may_be_address(value):
-                yield name, value
+        if _is_plain(value):
+            yield name, value
         elif id(value) in known:
             yield name, Reference(known[id(value)])
     if issubclass(type(holder), nn.Module):
@@ -237,6 +235,13 @@ def _values(holder: Any, known: dict[int, str]) -> Iterator[tuple[str, FlagValue
             for name, value in registry.items():
                 if value is None:
                     yield name, None
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a record can hold a value, and it means the same in another process."""
+    if type(value) is tuple:
+        return len(value) <= MAX_FLAG_ITEMS and all(type(part) is not tuple and _is_plain(part) for part in value)
+    return type(value) in _PLAIN and not (isinstance(value, int) and may_be_address(value))
 
 
 def _same(one: object, other: object) -> bool:

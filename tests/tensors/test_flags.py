@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from appliance.errors import PeerError
-from appliance.record import MAX_FLAGS, Absence, Flag, Reference
+from appliance.record import MAX_FLAG_ITEMS, MAX_FLAGS, Absence, Flag, Reference
 from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of, set_flags
 from appliance.tensors.inventory import TensorError
@@ -41,6 +41,19 @@ def test_what_loading_left_out_is_told() -> None:
     set_flags(skeleton, flags)
     assert skeleton.get_submodule("0").scale is None
     assert flags_of(loaded, skeleton) == ()
+
+
+def test_tuples_of_plain_values_come_along_and_no_others() -> None:
+    loaded, skeleton = module(), module()
+    kept = {"dims": (0, 1), "none": (), "kinds": ("rows", None, 0.5, True)}
+    left = {"nested": ((0, 1),), "long": (0,) * (MAX_FLAG_ITEMS + 1), "object": (module(),), "address": (1 << 46,)}
+    vars(loaded.get_submodule("0")).update(kept | left)
+    vars(skeleton.get_submodule("0"))["dims"] = (False, True)
+    flags = flags_of(loaded, skeleton)
+    assert set(flags) == {Flag("0", name, value) for name, value in kept.items()}
+    set_flags(skeleton, flags)
+    assert flags_of(loaded, skeleton) == ()
+    assert skeleton.get_submodule("0").dims == (0, 1)
 
 
 def test_true_is_not_one() -> None:
