@@ -17,10 +17,10 @@ from appliance.checkpoint.identity import Identity, check_files, check_stats
 from appliance.checkpoint.signature import claimed_manifest
 from appliance.checkpoint.stat_record import FileStat
 from appliance.errors import ConfigError, TrustError
-from appliance.fingerprint import ROOT_DIGEST, Fingerprint
+from appliance.fingerprint import DRAFT_ROOT_DIGEST, ROOT_DIGEST, Fingerprint
 from appliance.handover.terms import Terms, terms_of
 from appliance.record import ShardRecord
-from appliance.target import TARGET, Target, read_target
+from appliance.target import DRAFT, TARGET, Target, read_target
 
 MANIFEST_VARIABLE = "APPLIANCE_MANIFEST"
 MODEL_VARIABLE = "APPLIANCE_MODEL"
@@ -65,10 +65,10 @@ def assignment(environ: Mapping[str, str], extra_config: object, *, model_path: 
         target = read_target(Path(manifest), model)
         loads = bool(environ.get(LOADER_VARIABLE))
         return Assignment(terms_of(target, role=role), f"{'loader' if loads else 'engine'}@{model}", target, loads)
-    return _alone(extra_config, find_root(Path(model_path)))
+    return _alone(extra_config, find_root(Path(model_path)), role)
 
 
-def _alone(extra_config: Mapping[str, Any], root: CheckpointRoot) -> Assignment:
+def _alone(extra_config: Mapping[str, Any], root: CheckpointRoot, role: str) -> Assignment:
     if unknown := sorted(map(str, extra_config.keys() - _SETTINGS)):
         raise ConfigError(
             f"--model-loader-extra-config: unknown setting {unknown[0][:80]!r}",
@@ -91,12 +91,12 @@ def _alone(extra_config: Mapping[str, Any], root: CheckpointRoot) -> Assignment:
             raise ConfigError("without a manifest an engine attaches, and donates nothing")
         if claimed is None:
             return record.target
-        return Fingerprint.of({**record.target.to_json(), ROOT_DIGEST: claimed.root_digest})
+        return Fingerprint.of({**record.target.to_json(), _digest_fact(record, role): claimed.root_digest})
 
     def check(record: ShardRecord, configs: Mapping[str, bytes]) -> None:
         if claimed is None:
             _check_unsigned(root, record, configs)
-        elif claimed.root_digest == record.fingerprint.root_digest:
+        elif claimed.root_digest == record.fingerprint.get(_digest_fact(record, role)):
             # vLLM was started on this very folder, and reads what lies beside the signed files, too.
             if found := check_listing(claimed):
                 raise TrustError(f"checkpoint {root} is not what was signed: {found}")
@@ -117,6 +117,11 @@ def _alone(extra_config: Mapping[str, Any], root: CheckpointRoot) -> Assignment:
         differing_hint="give vLLM the arguments and variables that these weights were loaded with, or the checkpoint",
     )
     return Assignment(terms, "vllm")
+
+
+def _digest_fact(record: ShardRecord, role: str) -> str:
+    """Return which fact about a shard is the digest of its own checkpoint: a draft may have one, or its target's."""
+    return DRAFT_ROOT_DIGEST if role == DRAFT and record.target.to_json().get(DRAFT_ROOT_DIGEST) else ROOT_DIGEST
 
 
 def _check_unsigned(root: CheckpointRoot, record: ShardRecord, configs: Mapping[str, bytes]) -> None:

@@ -49,10 +49,10 @@ ROWS = {
     REAL: Row(REAL),
     "llama with LoRA": Row("llama", adapter=True, arguments=("--enable-lora", "--max-lora-rank", "8")),
     "llama with ngram speculation": Row("llama", draft="ngram"),
-    "llama with a small draft": Row("llama", draft="draft_model"),
+    "llama with a small draft": Row("llama", draft="draft_model", alone=True),
     "llama with EAGLE": Row("llama", draft="eagle"),
     "llama with EAGLE3": Row("llama", draft="eagle3"),
-    "deepseek-v3 with MTP": Row("deepseek-v3", draft="mtp"),
+    "deepseek-v3 with MTP": Row("deepseek-v3", draft="mtp", alone=True),
     "llama with prefix caching": Row("llama", prefix=True, arguments=("--block-size", "32")),
     "llama with sleep mode": Row(
         "llama", arguments=("--enable-sleep-mode",), error="Sleep mode is not supported on current platform"

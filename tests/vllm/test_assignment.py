@@ -10,8 +10,10 @@ from appliance.checkpoint.contents import read_configs
 from appliance.checkpoint.digests import stat_files
 from appliance.checkpoint.files import find_root
 from appliance.errors import ApplianceError, ConfigError, TrustError
-from appliance.fingerprint import ROOT_DIGEST, Fingerprint
+from appliance.fingerprint import DRAFT_ROOT_DIGEST, ROOT_DIGEST, Fingerprint
+from appliance.handover.terms import Terms
 from appliance.record import ShardRecord
+from appliance.target import DRAFT
 from appliance.vllm.assignment import assignment
 from tests.engine.checkpoints import make_checkpoint
 from tests.keeper.shards import record_of
@@ -36,6 +38,10 @@ def unit(site: Site, **more: str) -> dict[str, str]:
 
 def alone(site: Site, environ: Mapping[str, str] | None = None, **extra: Any) -> Any:
     return assignment(environ or {}, extra or {"socket": SOCKET}, model_path=str(site.checkpoint))
+
+
+def terms_of_draft(site: Site) -> Terms:
+    return assignment({}, {"socket": SOCKET}, model_path=str(site.checkpoint), role=DRAFT).terms
 
 
 def record_and_configs(site: Site) -> tuple[ShardRecord, dict[str, bytes]]:
@@ -121,6 +127,27 @@ def test_a_signed_checkpoint_of_another_digest_asks_for_its_own(site: Site) -> N
 def test_a_signed_checkpoint_is_what_the_keeper_verified(site: Site) -> None:
     record, configs = record_and_configs(site)
     alone(site).terms.check_files(record, configs)
+
+
+def test_a_draft_of_its_own_is_known_by_its_own_digest(site: Site) -> None:
+    of_draft, configs = record_and_configs(site)
+    own = of_draft.target.root_digest
+    facts = Fingerprint.of({ROOT_DIGEST: "of the target", DRAFT_ROOT_DIGEST: own})
+    record = record_of(facts, files=of_draft.files)
+    terms = terms_of_draft(site)
+    assert terms.target(record) == facts
+    assert alone(site).terms.target(record) != facts, "as the target's it would be another checkpoint"
+    changed = site.zero("model.norm.weight")
+    with pytest.raises(TrustError, match=changed.name):
+        terms.check_files(record, configs)
+    site.sign()
+    assert terms_of_draft(site).target(record) != facts
+
+
+def test_a_draft_in_its_targets_checkpoint_has_the_targets_digest(site: Site) -> None:
+    record, configs = record_and_configs(site)
+    terms_of_draft(site).check_files(record, configs)
+    assert terms_of_draft(site).target(record) == record.target
 
 
 def test_changed_tensors_are_refused_by_the_name_of_their_file(site: Site) -> None:
