@@ -82,7 +82,10 @@ def set_flags(
 
     def at(place: str, flag: Flag) -> Any:
         if place not in parts:
-            found = _resolved(module, place, opaque) if objects else None
+            holder, _, name = place.rpartition(".")
+            is_near = holder in registered and not place.startswith(".")  # as most are: no need to go all the way
+            start, rest = (registered[holder], name) if is_near else (module, place)
+            found = _resolved(start, rest, opaque) if objects else None
             if not (_is_place(found, opaque) or _is_tensor(found)):
                 raise PeerError(f"the shard sets {flag.name[:80]!r} on {place[:200]!r}, which this module has not")
             parts[place] = found
