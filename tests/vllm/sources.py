@@ -21,15 +21,18 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import appliance.vllm.source as source_module
 from appliance.errors import ApplianceError
+from appliance.keeper.settings import Slot
 from appliance.ports import free_port
 from appliance.vllm import model_loader
-from appliance.vllm.assignment import OUTCOMES_VARIABLE
+from appliance.vllm.assignment import LOADER_VARIABLE, MANIFEST_VARIABLE, MODEL_VARIABLE, OUTCOMES_VARIABLE
 from appliance.vllm.loading import engine_config
 from appliance.vllm.model_loader import SERVED, ApplianceModelLoader, Served, source_of
 from appliance.vllm.outcome import read_all
 from appliance.vllm.replicas import become_replica
 from appliance.vllm.source import VllmSource
-from tests.sites import Site
+from tests.keeper.serving import Serving
+from tests.keeper.shards import shard_of
+from tests.sites import MODEL, Site
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.drafts import add_draft
 
@@ -144,6 +147,35 @@ def refusal_before_loading(folder: Path) -> dict[str, Any]:
     return {"outcomes": [dataclasses.asdict(outcome) for outcome in read_all(outcomes)], "said": said}
 
 
+def external_memory(folder: Path) -> dict[str, Any]:
+    """Return what an engine and a loader are told of weights that lie on their device already, and what lies there."""
+    socket_folder = folder / "external"
+    socket_folder.mkdir()
+    slots = [Slot("target", 0, "cpu"), Slot("draft", 0, "cpu"), Slot("target", 1, "GPU-elsewhere")]
+    with Serving(socket_folder, layout=slots) as serving:
+        own = [serving.put(shard_of(role="target")), serving.put(shard_of(role="draft", slabs=3))]
+        serving.put(shard_of(rank=1, device="GPU-elsewhere"))
+        more = ["--model-loader-extra-config", json.dumps({"socket": str(serving.path), "wait": 0})]
+        config = engine_config([str(folder / "target"), *ARGUMENTS, *more])
+        asked = ApplianceModelLoader(config.load_config).get_external_weight_memory(config)
+        site = Site(folder / "loads", folder / "target", engine={"kind": "vllm", "port": 18000})
+        loader = {MANIFEST_VARIABLE: str(site.manifest), MODEL_VARIABLE: MODEL, LOADER_VARIABLE: "1"}
+        config.load_config.model_loader_extra_config = {}
+        with patch.dict(os.environ, loader):
+            loads = ApplianceModelLoader(config.load_config).get_external_weight_memory(config)
+        return {"there": sum(shard.record.size_bytes for shard in own), "engine": asked, "loader": loads}
+
+
+def facts_before_and_after(folder: Path) -> list[dict[str, str]]:
+    """Return a source's facts, and those after something has changed the configuration that it was made of."""
+    config = engine_config([str(folder / "target"), *ARGUMENTS])
+    source = VllmSource(config, config.model_config, prefix="", target=None)
+    found = [{name: str(value) for name, value in source.facts({}).items()}]
+    config.model_config.max_model_len = 1
+    config.model_config.hf_config.rope_theta = 1.0
+    return [*found, {name: str(value) for name, value in source.facts({}).items()}]
+
+
 if __name__ == "__main__":
     # vLLM logs to standard output.
     results = os.fdopen(os.dup(1), "w")
@@ -156,6 +188,8 @@ if __name__ == "__main__":
         "processed": processed(folder),
         "finished later": finished_later(folder),
         "refusals": refusal_before_loading(folder),
+        "external": external_memory(folder),
+        "facts": facts_before_and_after(folder),
     }
     print(json.dumps(found), file=results, flush=True)
     os._exit(0)

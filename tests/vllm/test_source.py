@@ -44,3 +44,15 @@ def test_an_engine_that_asks_for_the_size_of_weights_in_vain_says_why_it_ends(sa
 def test_an_engine_that_waits_for_a_keeper_that_is_not_there_says_so_first(said: Any) -> None:
     first, *_ = said["refusals"]["said"]
     assert "none.sock yet: waiting for it for up to 0 s" in first
+
+
+def test_vllm_is_told_how_much_of_its_own_device_weights_take_already_and_a_loader_nothing(said: Any) -> None:
+    external = said["external"]
+    assert external["there"] > 0
+    assert (external["engine"], external["loader"]) == (external["there"], 0)
+
+
+def test_facts_are_those_of_the_configuration_before_anything_changes_it(said: Any) -> None:
+    before, after = said["facts"]
+    assert before["model.max_len"] == "256"
+    assert after == before
