@@ -5,7 +5,6 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from appliance.errors import ApplianceError, ConfigError
 from appliance.tensors.homes import Stage
 from appliance.tensors.inventory import TensorError, walk
 from appliance.tensors.slot import Slot
+from appliance.vllm.experts import experts_of, set_kernel_up
 
 Process = Callable[[torch.nn.Module], None]
 
@@ -21,12 +21,6 @@ _DERIVED = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "
 
 # Backends for experts that are not quantized, which lay them out where they are.
 _REWRITING = frozenset({"FLASHINFER_TRTLLM"})
-
-# Methods of quantized experts that know of no processed weights, but have one that makes their kernel of such, and does
-# nothing else. Others lay weights out in one of this name.
-_SETS_KERNEL_UP = frozenset(
-    {"AutoAWQMoEMethod", "AutoGPTQMoEMethod", "CompressedTensorsWNA16MoEMethod", "MoeWNA16Method"}
-)
 
 # What vLLM marks a parameter with that it lets go of, as since 0.33.
 _LET_GO = "requantization_source"
@@ -64,7 +58,7 @@ def process_again(module: torch.nn.Module, process: Process, *, opaque: Collecti
     with _already_processed() as rebuilds:
         # Every one or none: vLLM breaks off at the first that does not support it.
         by_itself = rebuilds and _can_be_rebuilt(module)
-        experts = [] if by_itself or not rebuilds else _experts_of(module)
+        experts = experts_of(module) if rebuilds and not by_itself else []
         if not by_itself and not experts:
             return
         given = list(walk(module, opaque=opaque).slots.values())
@@ -72,8 +66,8 @@ def process_again(module: torch.nn.Module, process: Process, *, opaque: Collecti
             if by_itself:
                 _set_derived_aside(module)
                 process(module)
-            for part, method in experts:
-                method._setup_kernel(part)
+            for layer in experts:
+                set_kernel_up(layer)
             for slot in given:
                 if _now(slot) is not slot.value:
                     slot.put(slot.value)
@@ -145,12 +139,6 @@ def _can_be_rebuilt(module: torch.nn.Module) -> bool:
     methods = (getattr(part, "quant_method", None) for part in module.modules())
     # What has no such flag is no quantization method of vLLM's, and is left out by it.
     return all(getattr(method, "supports_pre_processed_weights", True) for method in methods)
-
-
-def _experts_of(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
-    """Return the layers of experts whose kernel can be made anew, each with its method."""
-    pairs = ((part, getattr(part, "quant_method", None)) for part in module.modules())
-    return [(part, method) for part, method in pairs if type(method).__name__ in _SETS_KERNEL_UP]
 
 
 def _set_derived_aside(module: torch.nn.Module) -> None:

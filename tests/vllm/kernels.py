@@ -28,9 +28,14 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8,
+    compressed_tensors_moe_w8a8_int8,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 
 from appliance.descriptors import close_all
@@ -50,6 +55,7 @@ from tests.vllm.checkpoints import make_checkpoint
 IN_FEATURES, OUT_FEATURES = 256, 384
 BLOCK = [128, 128]
 NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
+MIXTURES = ["fp8", "fp8-block", "awq", "gptq", "compressed-tensors-fp8", "compressed-tensors-int8"]
 REPACKS = {auto_awq: "awq_marlin_moe_repack", auto_gptq: "gptq_marlin_moe_repack"}
 KERNELS = {
     "one scale a tensor": (CutlassFP8ScaledMMLinearKernel, None),
@@ -129,7 +135,11 @@ def experts(folder: Path, method: str) -> dict[str, Any]:
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(kernel_of_a_gpu(deep_gemm.DeepGemmFp8BlockScaledMMKernel))
         triton = Fp8MoeBackend.TRITON, TritonExperts
-        stack.enter_context(patch.object(fp8, "select_fp8_moe_backend", lambda **facts: triton))
+        for module in (fp8, compressed_tensors_moe_w8a8_fp8):
+            stack.enter_context(patch.object(module, "select_fp8_moe_backend", lambda **facts: triton))
+        triton_int8 = Int8MoeBackend.TRITON, TritonExperts
+        select = patch.object(compressed_tensors_moe_w8a8_int8, "select_int8_moe_backend", lambda **facts: triton_int8)
+        stack.enter_context(select)
         marlin = WNA16MoEBackend.MARLIN, MarlinExperts
         for module in (auto_awq, auto_gptq):
             stack.enter_context(patch.object(module, "select_wna16_moe_backend", lambda *asked, **facts: marlin))
@@ -198,7 +208,7 @@ def main() -> None:
         torch.set_default_dtype(torch.bfloat16)
         said = {name: attached(*kernel) for name, kernel in KERNELS.items()}
         said["compressed-tensors"] = attached_compressed()
-    said |= {f"experts, {method}": experts(Path(sys.argv[1]), method) for method in ("fp8", "fp8-block", "awq", "gptq")}
+    said |= {f"experts, {method}": experts(Path(sys.argv[1]), method) for method in MIXTURES}
     print(json.dumps(said))
 
 

@@ -33,7 +33,9 @@ def test_a_layer_in_fp8_is_the_same_in_another_process(said: Any, kernel: str, f
     )
 
 
-@pytest.mark.parametrize("method", ["fp8", "fp8-block", "awq", "gptq"])
+@pytest.mark.parametrize(
+    "method", ["fp8", "fp8-block", "awq", "gptq", "compressed-tensors-fp8", "compressed-tensors-int8"]
+)
 def test_quantized_experts_are_the_same_in_another_process(said: Any, method: str) -> None:
     experts = said[f"experts, {method}"]
     assert experts["left"] == []
