@@ -16,7 +16,7 @@ from appliance.errors import ApplianceError
 from appliance.target import Target
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import LOADER_VARIABLE, OUTCOMES_VARIABLE
-from appliance.vllm.command_line import parse
+from appliance.vllm.command_line import parse, telling_refusals
 from appliance.vllm.configs_folder import kept_configs
 from appliance.vllm.environment import environment
 from appliance.vllm.outcome import failure
@@ -45,13 +45,14 @@ def load_all(target: Target, manifest: Path, outcomes: Path) -> None:
 
 
 def engine_config(arguments: list[str]) -> Any:
-    """Return what `vllm serve` would make of its command line."""
+    """Return what `vllm serve` would make of its command line; ConfigError where it refuses that."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     engine_arguments = AsyncEngineArgs.from_cli_args(parse(arguments))
     # Nothing is computed here, so no memory is needed beside the weights.
     engine_arguments.gpu_memory_utilization = 0.01
-    return engine_arguments.create_engine_config()
+    with telling_refusals():
+        return engine_arguments.create_engine_config()
 
 
 def _kept_configs(target: Target, identity: Identity) -> Path:

@@ -14,12 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.v1.worker.gpu_worker import Worker
 
 from appliance.errors import ApplianceError, MissError
 from appliance.verdict import Outcome as VerdictOutcome
 from appliance.verdict import Verdict
-from appliance.vllm import comparison, loading, model_loader, parity
+from appliance.vllm import command_line, comparison, loading, model_loader, parity
 from appliance.vllm.assignment import OUTCOMES_VARIABLE
 from appliance.vllm.loading import engine_config
 from appliance.vllm.outcome import Outcome, read_all, write
@@ -138,6 +140,33 @@ def loaded_in(site: Site, config: Any, load_format: str) -> dict[str, Any]:
     return {"started": len(started)}
 
 
+REFUSED_ARGUMENTS = {
+    "unknown": ["--no-such-option"],
+    "no number": ["--max-num-seqs", "many"],
+    "no choice": ["--kv-cache-dtype", "fp7"],
+    "beside others": ["--max-model-len", "99999999"],
+}
+
+
+def refused_arguments(folder: Path) -> dict[str, list[Any]]:
+    """Return how a loader ends for each, and how what serves does."""
+    found = {}
+    for name, arguments in REFUSED_ARGUMENTS.items():
+        words = [str(folder), "--load-format", "appliance", *arguments]
+        try:
+            engine_config(words)
+        except ApplianceError as error:
+            found[name] = [error.exit_status, str(error)]
+        with patch.object(sys, "argv", ["serve", *words]), patch.object(ServeSubcommand, "cmd", configured):
+            found[name].append(command_line.main())
+    return found
+
+
+def configured(parsed: Any) -> None:
+    """Do as `vllm serve` does before it listens."""
+    AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+
+
 if __name__ == "__main__":
     # vLLM logs to standard output.
     results = os.fdopen(os.dup(1), "w")
@@ -158,6 +187,7 @@ if __name__ == "__main__":
         "attaching": told(folder / "attaching", lambda: attach_without_memory(site, config)),
         "comparing": told(folder / "comparing", lambda: compare_without_memory(config)),
         "unknown writers": [name for name in WRITERS if not hasattr(Worker, name)],
+        "refused arguments": refused_arguments(site.checkpoint),
         "loading": {name: loaded_in(site, config, name) for name in ("appliance", "bitsandbytes")},
     }
     print(json.dumps(found), file=results, flush=True)
