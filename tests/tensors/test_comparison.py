@@ -36,8 +36,8 @@ def _model() -> Any:
     model.helpers[0].kind, model.helpers[1].kind = "fast", "fast"
     model.shared, model.links, model.call = [model.helpers[0]], {"linear": model.one}, model.other.forward
     model.complex = torch.ones(2, dtype=torch.complex128).conj()
-    model.marked = Marked(torch.ones(1))
-    model.marked.mark = "rows"
+    model.marked, model.helper.marked = Marked(torch.ones(1)), Marked(torch.ones(1))
+    model.marked.mark = model.helper.marked.mark = "rows"
     return model
 
 
@@ -128,6 +128,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a slot of a tensor": (
         lambda model: setattr(model.marked, "mark", "columns"),
         "marked.mark: 'rows' and 'columns'",
+    ),
+    "a slot of a tensor that is not registered": (
+        lambda model: setattr(model.helper.marked, "mark", "columns"),
+        "helper.marked.mark: 'rows' and 'columns'",
     ),
     "a set": (
         lambda model: model.helper.names.remove("y"),
