@@ -33,7 +33,7 @@ def test_what_nobody_can_act_on_keeps_its_traceback(said: Any) -> None:
     [
         ("unknown", "unrecognized arguments: --no-such-option"),
         ("no number", "--max-num-seqs"),
-        ("no choice", "--kv-cache-dtype"),
+        ("no choice", "fp7"),
         ("beside others", "max_model_len"),
     ],
 )
