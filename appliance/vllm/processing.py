@@ -12,7 +12,7 @@ from appliance.errors import ApplianceError, ConfigError
 from appliance.tensors.homes import Stage
 from appliance.tensors.inventory import TensorError, walk
 from appliance.tensors.slot import Slot
-from appliance.vllm.experts import experts_of, set_kernel_up
+from appliance.vllm.experts import experts_of, knows_of_processed_weights, set_kernel_up
 
 Process = Callable[[torch.nn.Module], None]
 
@@ -136,9 +136,7 @@ def _now(slot: Slot) -> object:
 
 
 def _can_be_rebuilt(module: torch.nn.Module) -> bool:
-    methods = (getattr(part, "quant_method", None) for part in module.modules())
-    # What has no such flag is no quantization method of vLLM's, and is left out by it.
-    return all(getattr(method, "supports_pre_processed_weights", True) for method in methods)
+    return all(knows_of_processed_weights(getattr(part, "quant_method", None)) for part in module.modules())
 
 
 def _set_derived_aside(module: torch.nn.Module) -> None:

@@ -85,6 +85,29 @@ def test_the_kernel_of_experts_is_made_anew_where_their_method_makes_nothing_els
     assert experts.kernel == (module.get_submodule("1").weight, True)
 
 
+class ModelOptNvFp4FusedMoE:
+    """One that says it knows of processed weights, and breaks off at those of any other kernel than one."""
+
+    supports_pre_processed_weights = True
+
+    def __init__(self, backend: str) -> None:
+        self.nvfp4_backend = SimpleNamespace(name=backend)
+        self.layers: list[Any] = []
+
+    def _build_moe_kernel(self, layer: Any) -> None:
+        self.layers.append(layer)
+
+
+@pytest.mark.parametrize(("backend", "by_itself"), [("MARLIN", False), ("FLASHINFER_TRTLLM", True)])
+def test_a_method_that_would_break_off_is_not_asked(mode: Mode, backend: str, *, by_itself: bool) -> None:
+    experts = ModelOptNvFp4FusedMoE(backend)
+    module = module_of(method(supports=True), experts)
+    asked: list[nn.Module] = []
+    process_again(module, asked.append)
+    assert asked == [module][:by_itself]
+    assert experts.layers == [module.get_submodule("1")][by_itself:]
+
+
 def test_nothing_is_rebuilt_by_a_vllm_without_that_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     process_again(module_of(method(supports=True)), never)
