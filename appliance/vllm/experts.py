@@ -10,21 +10,19 @@ from typing import Any
 import torch
 
 # These have a method that does this, and nothing else. Others lay weights out in one of the same name.
-_BY_THEMSELVES = {
-    "AutoAWQMoEMethod": "_setup_kernel",
-    "AutoGPTQMoEMethod": "_setup_kernel",
-    "CompressedTensorsWNA16MoEMethod": "_setup_kernel",
-    "ModelOptNvFp4FusedMoE": "_build_moe_kernel",
-    "MoeWNA16Method": "_setup_kernel",
-    "Mxfp4MoEMethod": "_build_moe_kernel",
-}
+_BY_THEMSELVES = frozenset(
+    {"AutoAWQMoEMethod", "AutoGPTQMoEMethod", "CompressedTensorsWNA16MoEMethod", "MoeWNA16Method"}
+)
 
-# These end their post-processing with it: by which function, and which of their attributes they tell it as what.
+# These make it by this function, and tell it this attribute as that. Some have the kernel process weights then, which
+# writes to where they lie, and is not to be done twice.
 _MAKERS = {
     "CompressedTensorsW4A4Nvfp4MoEMethod": ("make_nvfp4_moe_kernel", "nvfp4_backend", "backend"),
     "CompressedTensorsW8A8Fp8MoEMethod": ("make_fp8_moe_kernel", "fp8_backend", "fp8_backend"),
     "CompressedTensorsW8A8Int8MoEMethod": ("make_int8_moe_kernel", "int8_backend", "int8_backend"),
     "GptOssMxfp4MoEMethod": ("make_mxfp4_moe_kernel", "mxfp4_backend", "mxfp4_backend"),
+    "Mxfp4MoEMethod": ("make_mxfp4_moe_kernel", "mxfp4_backend", "mxfp4_backend"),
+    "ModelOptNvFp4FusedMoE": ("make_nvfp4_moe_kernel", "nvfp4_backend", "backend"),
     "ModelOptFp8MoEMethod": ("make_fp8_moe_kernel", "fp8_backend", "fp8_backend"),
 }
 
@@ -45,7 +43,7 @@ def knows_of_processed_weights(method: object) -> bool:
 
 def experts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers of experts whose kernel can be made anew."""
-    names = _BY_THEMSELVES.keys() | _MAKERS.keys()
+    names = _BY_THEMSELVES | _MAKERS.keys()
     return [part for part in module.modules() if type(getattr(part, "quant_method", None)).__name__ in names]
 
 
@@ -54,7 +52,7 @@ def set_kernel_up(layer: Any) -> None:
     method = layer.quant_method
     name = type(method).__name__
     if name in _BY_THEMSELVES:
-        getattr(method, _BY_THEMSELVES[name])(layer)
+        method._setup_kernel(layer)
         return
     function, attribute, keyword = _MAKERS[name]
     method.moe_quant_config = method.get_fused_moe_quant_config(layer)

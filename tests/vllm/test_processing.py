@@ -89,23 +89,38 @@ class ModelOptNvFp4FusedMoE:
     """One that says it knows of processed weights, and breaks off at those of any other kernel than one."""
 
     supports_pre_processed_weights = True
+    moe, experts_cls = "facts", "experts"
 
     def __init__(self, backend: str) -> None:
         self.nvfp4_backend = SimpleNamespace(name=backend)
-        self.layers: list[Any] = []
+        self.moe_kernel: dict[str, object] | None = None
 
-    def _build_moe_kernel(self, layer: Any) -> None:
-        self.layers.append(layer)
+    def get_fused_moe_quant_config(self, layer: Any) -> object:
+        return layer.weight
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        raise AssertionError("written to where it lies")
+
+    _build_moe_kernel = process_weights_after_loading
+
+
+def make_nvfp4_moe_kernel(**facts: object) -> dict[str, object]:
+    """Return what vLLM would make a kernel of; found in the module of its method, as vLLM's is."""
+    return facts
 
 
 @pytest.mark.parametrize(("backend", "by_itself"), [("MARLIN", False), ("FLASHINFER_TRTLLM", True)])
 def test_a_method_that_would_break_off_is_not_asked(mode: Mode, backend: str, *, by_itself: bool) -> None:
     experts = ModelOptNvFp4FusedMoE(backend)
     module = module_of(method(supports=True), experts)
+    layer: Any = module.get_submodule("1")
+    vars(layer)["_expert_routing_tables"] = lambda: None
     asked: list[nn.Module] = []
     process_again(module, asked.append)
-    assert asked == [module][:by_itself]
-    assert experts.layers == [module.get_submodule("1")][by_itself:]
+    assert asked == [module][: int(by_itself)]
+    made = {"moe_quant_config": layer.weight, "moe_config": "facts", "experts_cls": "experts"}
+    made |= {"routing_tables": None, "backend": experts.nvfp4_backend}
+    assert experts.moe_kernel == (None if by_itself else made)
 
 
 def test_nothing_is_rebuilt_by_a_vllm_without_that_mode(monkeypatch: pytest.MonkeyPatch) -> None:
