@@ -94,7 +94,10 @@ class ApplianceModelLoader(BaseModelLoader):  # type: ignore[misc]
         if source.role == TARGET:
             guard(class_of(vllm_config.parallel_config.worker_cls), is_attached=is_attached)
         phases = {**weights.phases_s, "model_load": time.monotonic() - began}
-        write(os.environ.get(OUTCOMES_VARIABLE), outcome.ended(weights.verdict, phases, weights.record))
+        ended = outcome.ended(weights.verdict, phases, weights.record)
+        write(os.environ.get(OUTCOMES_VARIABLE), ended)
+        if assigned.target is None:
+            _tell_verdict(ended)  # there is no process of ours that would
         return weights.module
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
@@ -154,6 +157,15 @@ def _tell_of_waiting(assigned: Assignment) -> None:
     # Not Path's: that raises where a name is too long, or a folder may not be looked into.
     if assigned.target is None and not os.path.exists(terms.socket_path):  # noqa: PTH110
         event(f"no keeper at {terms.socket_path} yet: waiting for it for up to {terms.wait_s:g} s", priority=WARNING)
+
+
+def _tell_verdict(outcome: Outcome) -> None:
+    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in outcome.phases_s.items())
+    event(
+        f"weights: {outcome.verdict} ({outcome.stage}, {outcome.role} rank {outcome.rank}); {phases}",
+        verdict=outcome.verdict,
+        root_digest=outcome.root_digest,
+    )
 
 
 def _tell(outcome: Outcome, error: ApplianceError) -> None:

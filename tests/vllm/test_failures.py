@@ -68,6 +68,11 @@ def test_a_gpu_with_more_room_than_vllm_has_measured_is_told_before_vllm_ends_ov
     assert "start it again" not in said["replaced"]["as large"]
 
 
+def test_an_engine_that_nobody_of_ours_has_started_tells_its_verdict_itself(said: Any) -> None:
+    assert "weights: donated (" in said["replaced"]["as large"]
+    assert "target rank 0); model_load" in said["replaced"]["as large"]
+
+
 def test_every_method_that_is_refused_is_one_of_vllms_worker(said: Any) -> None:
     # The last one came with 0.32.
     assert set(said["unknown writers"]) <= {"reset_weights"}
