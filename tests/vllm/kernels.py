@@ -1,23 +1,17 @@
-"""`python -m tests.vllm.kernels FOLDER`, in vLLM's environment: what another process gets of quantized layers, in JSON.
+"""In vLLM's environment: what another process gets of layers in fp8, and of whatever else is processed.
 
 Layers, methods and kernels are vLLM's own for an H200. A kernel computes nothing here: it is asked what it makes of a
 weight after loading, which is Python, but for two functions of the GPU that are replaced.
 """
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from vllm import _custom_ops as operations
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
@@ -25,22 +19,12 @@ from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
     FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
-from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
-from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
-from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
-from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8
+from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w8a8_fp8,
-    compressed_tensors_moe_w8a8_int8,
-)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 
 from appliance.descriptors import close_all
 from appliance.layout import shown
-from appliance.ports import free_port
 from appliance.record import Absence, Flag, Reference
 from appliance.slabs.memfd import MemfdBackend
 from appliance.tensors.attachment import confirm, place
@@ -48,16 +32,14 @@ from appliance.tensors.comparison import differences
 from appliance.tensors.flags import flags_of, set_flags
 from appliance.tensors.inventory import TensorError
 from appliance.tensors.packing import pack
-from appliance.vllm.loading import engine_config
 from appliance.vllm.processing import process_again
 from appliance.vllm.source import VllmSource
-from tests.vllm.checkpoints import make_checkpoint
 
 IN_FEATURES, OUT_FEATURES = 256, 384
 BLOCK = [128, 128]
 NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
-MIXTURES = ["fp8", "fp8-block", "awq", "gptq", "compressed-tensors-fp8", "compressed-tensors-int8"]
-REPACKS = {auto_awq: "awq_marlin_moe_repack", auto_gptq: "gptq_marlin_moe_repack"}
+# What experts have, each by one of these names.
+EXPERTS = ("w13_weight", "w13_qweight", "w13_weight_packed")
 KERNELS = {
     "one scale a tensor": (CutlassFP8ScaledMMLinearKernel, None),
     "blocks": (deep_gemm.DeepGemmFp8BlockScaledMMKernel, BLOCK),
@@ -128,27 +110,6 @@ def attached_compressed() -> dict[str, Any]:
         return compared(built)
 
 
-def experts(folder: Path, method: str) -> dict[str, Any]:
-    """Return the same of the experts of a mixture, with Triton's kernel for fp8 and Marlin's for the others."""
-    checkpoint = make_checkpoint(folder / method, architecture="qwen3-moe", method=method, large=True)
-    config = engine_config([str(checkpoint), "--max-model-len", "256", "--enforce-eager"])
-    with ExitStack() as stack:
-        stack.enter_context(set_current_vllm_config(config))
-        stack.enter_context(kernel_of_a_gpu(deep_gemm.DeepGemmFp8BlockScaledMMKernel))
-        triton = Fp8MoeBackend.TRITON, TritonExperts
-        for module in (fp8, compressed_tensors_moe_w8a8_fp8):
-            stack.enter_context(patch.object(module, "select_fp8_moe_backend", lambda **facts: triton))
-        triton_int8 = Int8MoeBackend.TRITON, TritonExperts
-        select = patch.object(compressed_tensors_moe_w8a8_int8, "select_int8_moe_backend", lambda **facts: triton_int8)
-        stack.enter_context(select)
-        marlin = WNA16MoEBackend.MARLIN, MarlinExperts
-        for module in (auto_awq, auto_gptq):
-            stack.enter_context(patch.object(module, "select_wna16_moe_backend", lambda *asked, **facts: marlin))
-            stack.enter_context(patch.object(operations, REPACKS[module], _repacked))
-        source = VllmSource(config, config.model_config, prefix="", target=None)
-        return compared(lambda device: source._built(torch.device(device)))
-
-
 def compared(built: Callable[[str], nn.Module]) -> dict[str, Any]:
     """Return what comes along with a processed module, and how another process's one differs from it."""
     opaque, unused = VllmSource.opaque, VllmSource.unused
@@ -179,9 +140,9 @@ def compared(built: Callable[[str], nn.Module]) -> dict[str, Any]:
 
 
 def _process(module: Any) -> None:
-    """Process what is in fp8 here, as vLLM's own function does; the rest would be packed for a CPU."""
+    """Process what is quantized here, as vLLM's own function does; the rest would be packed for a CPU."""
     for part in module.modules():
-        if isinstance(part, Layer) or any(hasattr(part, name) for name in ("w13_weight", "w13_qweight")):
+        if isinstance(part, Layer) or any(hasattr(part, name) for name in EXPERTS):
             part.quant_method.process_weights_after_loading(part)
 
 
@@ -196,24 +157,3 @@ def _as_they_are(*, wq: torch.Tensor, ws: torch.Tensor, **facts: Any) -> tuple[t
 
 def _quantized(values: torch.Tensor, scale: Any = None, **facts: Any) -> tuple[torch.Tensor, Any]:
     return values.to(torch.float8_e4m3fn), scale
-
-
-def _repacked(b_q_weight: torch.Tensor, *facts: Any, **named_facts: Any) -> torch.Tensor:
-    return b_q_weight.reshape(len(b_q_weight), b_q_weight.shape[1] // 2, -1).clone()
-
-
-def main() -> None:
-    config = VllmConfig()
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        config.model_config = SimpleNamespace(dtype=torch.bfloat16)
-        torch.set_default_dtype(torch.bfloat16)
-        said = {name: attached(*kernel) for name, kernel in KERNELS.items()}
-        said["compressed-tensors"] = attached_compressed()
-    said |= {f"experts, {method}": experts(Path(sys.argv[1]), method) for method in MIXTURES}
-    print(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main()

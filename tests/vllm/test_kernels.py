@@ -15,7 +15,7 @@ DIMENSIONS_OF_0_33 = ["0", "processed_weight_dims", [0, 1]]
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = str(tmp_path_factory.mktemp("kernels"))
-    return json.loads(vllm_process.run("-m", "tests.vllm.kernels", folder, timeout_s=200).splitlines()[-1])
+    return json.loads(vllm_process.run("-m", "tests.vllm.mixtures", folder, timeout_s=200).splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,11 @@ def test_a_layer_in_fp8_is_the_same_in_another_process(said: Any, kernel: str, f
 
 
 @pytest.mark.parametrize(
-    "method", ["fp8", "fp8-block", "awq", "gptq", "compressed-tensors-fp8", "compressed-tensors-int8"]
+    "method",
+    [
+        *("fp8", "fp8-block", "awq", "gptq", "compressed-tensors-fp8", "compressed-tensors-int8"),
+        *("compressed-tensors-int4", "compressed-tensors-nvfp4", "modelopt-fp8", "modelopt-nvfp4", "mxfp4", "gpt-oss"),
+    ],
 )
 def test_quantized_experts_are_the_same_in_another_process(said: Any, method: str) -> None:
     experts = said[f"experts, {method}"]
