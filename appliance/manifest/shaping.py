@@ -13,7 +13,8 @@ NAMES_VARIABLE = "APPLIANCE_VARIABLES"
 
 NEUTRAL_VARIABLES = frozenset(
     {
-        "VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE", "VLLM_CONFIGURE_LOGGING",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT",
+        "VLLM_ASSETS_CACHE", "VLLM_CONFIGURE_LOGGING",
         "VLLM_CPU_CI_ENV", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND",
         "VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "VLLM_DIST_IDENT", "VLLM_DO_NOT_TRACK", "VLLM_DP_MASTER_IP",
         "VLLM_DP_MASTER_PORT", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE",
@@ -39,6 +40,7 @@ NEUTRAL_ARGUMENTS = frozenset(
         "--enable-server-load-tracking", "--exclude-tools-when-tool-choice-none", "--generation-config",
         "--gpu-memory-utilization", "--h11-max-header-count", "--h11-max-incomplete-event-size",
         "--kv-cache-memory-bytes", "--log-config-file", "--log-error-stack", "--long-prefill-token-threshold",
+        "--lora-modules",
         "--max-log-len", "--max-logprobs", "--max-long-partial-prefills", "--max-num-batched-tokens",
         "--max-num-partial-prefills", "--max-num-seqs", "--middleware", "--no-async-scheduling",
         "--no-enable-chunked-prefill", "--no-enable-log-requests", "--no-enable-prefix-caching",

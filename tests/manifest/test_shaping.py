@@ -39,5 +39,11 @@ def test_a_key_is_never_a_fact() -> None:
     assert shaping_arguments(["--api-key", "secret", "--api_key=secret"]) == []
 
 
+def test_which_adapters_there_are_at_first_is_no_fact_and_that_there_may_be_some_is() -> None:
+    words = ["--enable-lora", "--lora-modules", "a=/srv/a", "b=/srv/b", "--max-lora-rank", "8"]
+    assert shaping_arguments(words) == ["--enable-lora", "--max-lora-rank", "8"]
+    assert shaping_variables({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) == []
+
+
 def test_a_negative_number_is_a_value() -> None:
     assert shaping_arguments(["--seed", "-1", "--max-model-len", "-1"]) == ["--max-model-len", "-1"]
