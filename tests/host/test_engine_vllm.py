@@ -1,6 +1,7 @@
 """vLLM under a real systemd: the same engine@MODEL, attached to the keeper, in the same sandbox."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from tests.host.images import OURS, VLLM_BASE, VLLM_IMAGE, VLLM_VOLUME, added, b
 from tests.host.installed import OTHER_PORT, VLLM_PLACE, Host
 from tests.host.served import BASE, is_back
 from tests.host.stream import ask
-from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.vllm_process import SETTINGS, vllm_python
 
 NAME = "v"
@@ -39,18 +39,17 @@ QUADLET_DROP_INS = f"/etc/containers/systemd/engine@{NAME}.container.d"
 # One release will do: nothing of vLLM depends on systemd's. The other one has no Podman.
 pytestmark = [
     pytest.mark.host,
+    pytest.mark.model,
     pytest.mark.timeout(1800),
     pytest.mark.parametrize("kind", ["trixie"], indirect=True, scope="session"),
 ]
 
 
 @pytest.fixture(scope="module")
-def vllm(installed: Host, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """A host whose one model is served by vLLM; it has its own model again afterwards."""
+def vllm(installed: Host, checkpoints: Checkpoints, model_checkpoint: Path) -> Iterator[Host]:
+    """A host whose one model, the real one, is served by vLLM; it has its own model again afterwards."""
     vllm_python()
-    installed.put_checkpoint(
-        make_checkpoint(tmp_path_factory.mktemp("vllm") / "checkpoint", architecture="qwen3"), NAME
-    )
+    installed.put_checkpoint(model_checkpoint, NAME)
     for unit in (WEIGHTS, ENGINE):
         installed.machine.write(f"/etc/systemd/system/{unit}.d/50-vllm.conf", DROP_IN)
     installed.put_manifest(MODELS)
