@@ -125,6 +125,7 @@ UNQUANTIZED = {
     "fp8-block": "modules_to_not_convert",
     "compressed-tensors-fp8": "ignore",
     "compressed-tensors-int8": "ignore",
+    "awq": "modules_to_not_convert",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
