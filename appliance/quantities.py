@@ -5,6 +5,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from decimal import Decimal, localcontext
 
 from appliance.errors import ConfigError
@@ -54,6 +55,11 @@ def format_duration(seconds: float) -> str:
         count, rest = divmod(rest, int(_SECONDS[unit]))
         text += f"{count}{unit}" if count else ""
     return text
+
+
+def format_phases(phases_s: Mapping[str, float]) -> str:
+    """Return the seconds of each phase in their order, as `check 0.013 s, skeleton 0.078 s`; empty without any."""
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases_s.items())
 
 
 def parse_size(value: str | int) -> int:

@@ -11,6 +11,7 @@ from appliance.quantities import (
     MAX_DURATION_S,
     MAX_SIZE_BYTES,
     format_duration,
+    format_phases,
     format_size,
     parse_duration,
     parse_size,
@@ -217,3 +218,8 @@ def test_whatever_is_read_is_a_quantity_or_a_config_error(value: str | float) ->
             assert parse(value) >= 0  # type: ignore[arg-type]
         except ConfigError as error:
             assert "\n" not in error.message and len(error.message) < 200
+
+
+def test_phases_are_shown_in_their_order_to_the_millisecond() -> None:
+    assert format_phases({"wait": 0.0, "check": 0.0126, "bind": 12.5}) == "wait 0.000 s, check 0.013 s, bind 12.500 s"
+    assert format_phases({}) == ""

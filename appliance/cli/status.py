@@ -20,7 +20,7 @@ from appliance.gpus import gpu_states
 from appliance.host.applied import applied
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest
-from appliance.quantities import format_size
+from appliance.quantities import format_phases, format_size
 from appliance.tenants import tenancies
 
 DIGEST_CHARS = 12
@@ -115,4 +115,4 @@ def _notes(model: dict[str, Any]) -> Iterator[str]:
 
 
 def _phases(phases_s: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases_s.items()) or "no timings"
+    return format_phases(phases_s) or "no timings"

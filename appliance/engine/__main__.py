@@ -21,6 +21,7 @@ from appliance.engine.imports import import_heavy_modules
 from appliance.errors import ApplianceError, TrustError
 from appliance.events import ERROR, WARNING, event
 from appliance.notify import Notifier
+from appliance.quantities import format_phases
 from appliance.target import Target, read_target
 from appliance.verdict import Outcome
 
@@ -99,7 +100,7 @@ def _serve_builtin(target: Target, *, notifier: Notifier, started: float, phases
         )
         phases["total"] = _now() - started
         event(
-            f"weights: {weights.verdict}; {_shown(phases)}",
+            f"weights: {weights.verdict}; {format_phases(phases)}",
             model=name,
             verdict=weights.verdict.outcome,
             root_digest=weights.record.fingerprint.root_digest,
@@ -226,10 +227,6 @@ def _process_start() -> float:
 
 def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _shown(phases: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items())
 
 
 if __name__ == "__main__":

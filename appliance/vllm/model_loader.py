@@ -15,6 +15,7 @@ from appliance.events import ERROR, WARNING, event
 from appliance.handover.lease import Lease
 from appliance.handover.terms import Terms
 from appliance.handover.weights import fill, obtain
+from appliance.quantities import format_phases
 from appliance.slabs.devices import CPU
 from appliance.target import DRAFT, TARGET, Target
 from appliance.verdict import Outcome as VerdictOutcome
@@ -160,7 +161,7 @@ def _tell_of_waiting(assigned: Assignment) -> None:
 
 
 def _tell_verdict(outcome: Outcome) -> None:
-    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in outcome.phases_s.items())
+    phases = format_phases(outcome.phases_s)
     event(
         f"weights: {outcome.verdict} ({outcome.stage}, {outcome.role} rank {outcome.rank}); {phases}",
         verdict=outcome.verdict,

@@ -23,6 +23,7 @@ from appliance.client import KeeperClient, RefusedError, resident_fingerprint
 from appliance.errors import ApplianceError, ConfigError, HostError, TrustError, error_of_status
 from appliance.events import WARNING, event
 from appliance.notify import Notifier
+from appliance.quantities import format_phases
 from appliance.target import DRAFT, TARGET, Target
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE
@@ -139,8 +140,7 @@ class _Server:
             for name, seconds in one.phases_s.items():
                 slowest[f"worker.{name}"] = max(slowest[f"worker.{name}"], seconds)
         event(
-            f"weights: {worst.verdict} ({worst.stage}, {len(outcomes)} ranks); "
-            + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in (phases_s | slowest).items()),
+            f"weights: {worst.verdict} ({worst.stage}, {len(outcomes)} ranks); {format_phases(phases_s | slowest)}",
             model=self._target.name,
             verdict=worst.verdict,
             root_digest=worst.root_digest,
