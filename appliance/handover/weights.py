@@ -282,9 +282,8 @@ class _Taker:
             opaque = self.source.opaque
             awaited = bind(module, layout, device, slabs, sizes, copy=self.terms.copy, stage=stage, opaque=opaque)
             # Weights as they were loaded bring along no others: what has no place is refused now.
-            is_processed = stage == "processed"
-            inner = False if is_processed else None
-            set_flags(module, record.flags, inner=inner, objects=is_processed, opaque=opaque)
+            inner = False if stage == "processed" else None
+            set_flags(module, record.flags, inner=inner, objects=False, opaque=opaque)
             return awaited
         finally:
             if not keep:

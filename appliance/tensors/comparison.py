@@ -182,9 +182,7 @@ def _values(path: Path, holder: Any, names: Mapping[int, str]) -> dict[str, str]
     if _is(holder, nn.Module):
         hooks = {f".{name}": vars(holder).get(name) for name in _HOOKS}
         written.update(
-            (name, str([_written(hook) for hook in found.values()]))
-            for name, found in hooks.items()
-            if _is(found, dict)
+            (name, str(list(map(_written, found.values())))) for name, found in hooks.items() if _is(found, dict)
         )
     return written
 
@@ -225,8 +223,8 @@ def _hidden(value: Any, depth: int) -> str:
 
 def _kept(value: Any) -> Iterator[object]:
     """Yield what a function was made with, beside its code."""
-    function = value.__func__ if _is(value, types.MethodType) else value
-    if not _is(function, types.FunctionType):
+    function = _function_of(value)
+    if function is None:
         return
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # it is empty
@@ -238,9 +236,14 @@ def _kept(value: Any) -> Iterator[object]:
 
 def _line(value: Any) -> str:
     """Return where a function is defined that others may share its name with."""
+    function = _function_of(value)
+    return "" if function is None or not _is_made_anew(function) else f" of line {function.__code__.co_firstlineno}"
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """Return a function, or that of a method; None where a method is of something else."""
     function = value.__func__ if _is(value, types.MethodType) else value
-    is_made_anew = _is(function, types.FunctionType) and _is_made_anew(function)
-    return f" of line {function.__code__.co_firstlineno}" if is_made_anew else ""
+    return function if _is(function, types.FunctionType) else None
 
 
 def _is_made_anew(function: types.FunctionType) -> bool:

@@ -273,8 +273,9 @@ def main() -> int:
         """Note a start, and write what there is: a bench that is cut off leaves what it has measured by then."""
         starts.setdefault(kind, []).append(start)
         if kind != "attached" or len(starts[kind]) > 1:
-            (out / "results.json").write_text(json.dumps(results | summary(starts), indent=1))
-            (out / "table.md").write_text(shown(summary(starts)) + "\n")
+            figures = summary(starts)
+            (out / "results.json").write_text(json.dumps(results | figures, indent=1))
+            (out / "table.md").write_text(shown(figures) + "\n")
 
     with keeping(site, out / "keeper.txt") as resident_s:
         results |= {"resident_s": round(resident_s, 2), "resident_mib": place.used_mib()}
@@ -305,8 +306,9 @@ def main() -> int:
         with daemon as preloaded_s:
             results |= {"preloaded_s": round(preloaded_s, 2), "preloaded_mib": place.used_mib()}
             measure("vllm preload", *cached_arguments(sockets))
-    print(shown(summary(starts)), flush=True)
-    return 0 if summary(starts)["same_text"] else 1
+    figures = summary(starts)
+    print(shown(figures), flush=True)
+    return 0 if figures["same_text"] else 1
 
 
 if __name__ == "__main__":
