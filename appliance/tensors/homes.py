@@ -85,9 +85,8 @@ def remove(slot: Slot) -> None:
 
 def _extra(inventory: Inventory, layout: Layout, found: Sequence[Home | None]) -> list[Slot]:
     """Return the slots that no entry is for. The paths of a layout are different ones, so often counting is enough."""
-    if len(found) == len(layout.entries) == len(inventory.slots) and NewSlot not in {
-        type(home[0]) for home in found if home is not None
-    }:
+    has_own = (home is not None and type(home[0]) is not NewSlot for home in found)
+    if len(layout.entries) == len(inventory.slots) and all(has_own):
         return []
     paths = {entry.path for entry in layout.entries}
     return [slot for path, slot in inventory.slots.items() if path not in paths]

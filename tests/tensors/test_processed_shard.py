@@ -122,6 +122,17 @@ def test_what_is_rebuilt_with_its_object_is_confirmed_and_not_put(shard: MakeSha
         confirm(skeleton, awaited)
 
 
+def test_what_was_removed_goes_where_as_much_is_to_be_rebuilt(shard: MakeShard) -> None:
+    model, skeleton = small_model(tied=False), small_skeleton(tied=False)
+    model.kernel = Rebuilt(model)
+    for name in ("k_scale", "v_scale"):
+        skeleton.head.register_parameter(name, nn.Parameter(torch.ones(1, device="meta")))
+    made = shard(model)
+    assert len(made.layout.entries) == len(walk(skeleton).slots)
+    place(skeleton, made.layout, stage="processed", rebuilds=True).bind(made.mappings)
+    assert [name for name, _ in skeleton.head.named_parameters()] == ["weight"]
+
+
 def test_a_parameter_is_never_rebuilt(shard: MakeShard) -> None:
     model, skeleton = small_model(tied=False), small_skeleton(tied=False)
     model.extra = nn.Linear(2, 2)
