@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Minutes each. Begun last, one of them would keep a single process busy while the others have nothing left to do.
 LONG = (
     "tests/host",
-    "tests/vllm/test_rows.py",
+    "tests/parity/test_rows.py",
     "tests/vllm/test_layouts.py",
     "tests/vllm/test_real_model.py",
     "tests/test_equivalence.py",

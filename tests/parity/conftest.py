@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.parity.table import REAL
 from tests.vllm import vllm_process
-from tests.vllm.table import REAL
 
 ROW_TIMEOUT_S = 280.0
 PROCESSES = 2  # of one thread each
@@ -25,7 +25,7 @@ class Rows:
         self._log = folder / "log"
         with self._log.open("w") as log:
             self._process = vllm_process.start(
-                *("-m", "tests.vllm.rows", str(folder), *names),
+                *("-m", "tests.parity.rows", str(folder), *names),
                 environ={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
                 stdout=subprocess.PIPE,
                 stderr=log,

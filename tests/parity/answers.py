@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.vllm.parity import MAX_TOKENS, PROMPTS, Answers
-from tests.vllm.mappings import runner_of
+from tests.parity.mappings import runner_of
 
 PREFIX = " ".join(PROMPTS[:4])
 

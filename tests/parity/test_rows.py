@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import Rows
-from tests.vllm.table import REAL, ROWS
+from tests.parity.conftest import Rows
+from tests.parity.table import REAL, ROWS
 
 PROMPTS = 20
 

@@ -1,4 +1,4 @@
-"""`python -m tests.vllm.rows FOLDER ROW...`, in vLLM's environment: each row served three times, a line of JSON each.
+"""`python -m tests.parity.rows FOLDER ROW...`, in vLLM's environment: each row served three times, a line of JSON each.
 
 1. from disk, by vLLM's own loading
 2. by an engine that finds its keeper empty and donates
@@ -37,15 +37,15 @@ from appliance.vllm.environment import environment
 from appliance.vllm.outcome import read_all
 from appliance.vllm.parity import answers
 from tests.keeper.serving import Serving
+from tests.parity.adapters import make_adapter
+from tests.parity.answers import adapted_answers, prefixed_answers, proposals
+from tests.parity.mappings import written_and_kept
+from tests.parity.table import REAL, ROWS, Row
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site
 from tests.vllm import vllm_process
-from tests.vllm.adapters import make_adapter
-from tests.vllm.answers import adapted_answers, prefixed_answers, proposals
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.drafts import add_draft
-from tests.vllm.mappings import written_and_kept
-from tests.vllm.table import REAL, ROWS, Row
 
 Result = TypeVar("Result")
 
