@@ -20,7 +20,7 @@ def parity(
     manifest: ManifestOption = MANIFEST,
     as_json: JsonOption = False,
     control: Annotated[
-        int, typer.Option(min=0, help="serve from disk so often once more, to see if that repeats its answers")
+        int, typer.Option(min=0, help="serve both ways so often once more, to see if vLLM repeats its answers")
     ] = 0,
 ) -> None:
     """Serve a model from disk and from resident weights, and compare every tensor and 20 greedy answers.
@@ -65,6 +65,7 @@ def _shown(result: Parity) -> str:
     lines.append(f"  log probabilities: {'the same' if result.same_logprobs else 'DIFFERENT'}")
     if result.controls:
         lines.append(f"  vLLM from disk, {result.controls} times more: {result.repeated} said the same")
+        lines.append(f"  attached, {result.controls + 1} times: {result.agreed} said what it had said from disk")
     if result.repeatable is False:
         lines.append("  vLLM's own loading does not repeat its own answers here")
         if not result.same_answers:

@@ -1,12 +1,12 @@
 """`python -m appliance.vllm.parity --manifest FILE --model NAME`: whether attached weights are those on disk.
 
 1. vLLM serves the checkpoint by its own loading, and answers PROMPTS greedily
-2. with --control N it does so N times more, from disk again: some kernels do not give the same twice
-3. vLLM serves what the keeper holds, and answers them too: same tokens, same log probabilities
-4. each rank loads its weights from disk once more, and compares every tensor with the attached ones
+2. vLLM serves what the keeper holds, and answers them too: same tokens, same log probabilities
+3. each rank loads its weights from disk once more, and compares every tensor with the attached ones
+4. with --control N vLLM does 1 and 2 so often once more, in turns: it may choose other kernels at each start
 
 Data-parallel replicas do so in a process each, all at once. One line of JSON is printed. The exit status is 77 where
-tensors differ, or answers that vLLM's own loading was not seen to give otherwise; 75 where there is no memory for it.
+tensors differ, or all answers where vLLM's own loading was not seen to give others; 75 where there is no memory.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from appliance.vllm.environment import environment
 from appliance.vllm.loading import engine_config
 from appliance.vllm.outcome import failure
 from appliance.vllm.parity_memory import memory_arguments
-from appliance.vllm.parity_result import Parity, error_of_end, merged
+from appliance.vllm.parity_result import Answers, Parity, error_of_end, merged
 from appliance.vllm.replicas import take_part
 from appliance.vllm.shortage import telling_shortage
 
@@ -49,14 +49,6 @@ PROMPTS = tuple(
     for start in ("The capital of", "A short story about", "Water boils when", "To restart a server,", "Once more,")
     for end in ("France is", "a lighthouse:", "it is", "one has to")
 )
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What one engine said to PROMPTS: token ids, and the log probability of each."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -81,26 +73,20 @@ def parity(target: Target, *, controls: int = 0, replica: Replica | None = None)
         if replica is not None:
             arguments += take_part(engine_config(arguments), replica.index, port=replica.port)
         loading, attaching = memory_arguments(target, arguments)
-        disk = [*arguments, "--load-format", "safetensors", *loading]
-        with telling_shortage(f"{target.name}: serving from disk"):
-            expected = served(disk, answers)
-            repeated = sum(served(disk, answers) == expected for _ in range(controls))
-        with telling_shortage(f"{target.name}: serving what the keeper holds"):
-            found, by_rank = served(
-                [*arguments, *EXTENSION, *attaching],
-                lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")),
-            )
-    compared: list[Compared] = [shard for shards in by_rank for shard in shards]
-    return Parity(
-        model=target.name,
-        stages={shard.name: shard.stage for shard in compared},
-        tokens=sum(map(len, found.tokens)),
-        same_tokens=found.tokens == expected.tokens,
-        same_logprobs=found.logprobs == expected.logprobs,
-        differing=tuple(f"{shard.name}: {line}" for shard in compared for line in shard.differing),
-        controls=controls,
-        repeated=repeated,
-    )
+        disk, attached = [*arguments, "--load-format", "safetensors", *loading], [*arguments, *EXTENSION, *attaching]
+        own: list[Answers] = []
+        found: list[Answers] = []
+        by_rank: list[list[Compared]] = []
+        for _ in range(1 + controls):
+            with telling_shortage(f"{target.name}: serving from disk"):
+                own.append(served(disk, answers))
+            with telling_shortage(f"{target.name}: serving what the keeper holds"):
+                if found:
+                    found.append(served(attached, answers))
+                    continue
+                given, by_rank = served(attached, lambda llm: (answers(llm), llm.collective_rpc("appliance_compare")))
+                found.append(given)
+    return Parity.of(target.name, [shard for shards in by_rank for shard in shards], own=own, attached=found)
 
 
 def _linked(identity: Identity, folder: Path) -> Path:
@@ -174,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="appliance parity", description=__doc__)
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--control", type=int, nargs="?", default=0, const=1, help="serve from disk so often once more")
+    parser.add_argument("--control", type=int, nargs="?", default=0, const=1, help="serve both ways so often once more")
     parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -5,7 +5,7 @@ import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 from appliance.errors import ApplianceError, HostError, ResourceError, error_of_status
 
@@ -13,11 +13,32 @@ _BEGIN = '{"model"'
 
 
 @dataclass(frozen=True)
+class Answers:
+    """What one engine said to some prompts: token ids, and the log probability of each."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+
+class Shard(Protocol):
+    """What a rank found of a shard: its role and rank, its stage, a line for each difference."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def differing(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
 class Parity:
     """How two engines on one checkpoint compare; `differing` names tensors and flags by shard, a line each.
 
-    `stages` has the stage of every shard, by role and rank. `controls` is how often more vLLM served by its own
-    loading, and `repeated` how often it said the same then, log probabilities too.
+    `stages` has the stage of every shard, by role and rank. Answers are the same if those of one start with attached
+    weights are, to the last bit of a log probability, those of one by vLLM's own loading: no other weights give them.
+    `controls` is how often more vLLM served each way. It is `repeated` how often its own loading said then what it had
+    said at first, and `agreed` how many starts with attached weights said what one of its own had said.
     """
 
     model: str
@@ -28,6 +49,23 @@ class Parity:
     differing: tuple[str, ...]
     controls: int = 0
     repeated: int = 0
+    agreed: int = 0
+
+    @classmethod
+    def of(cls, model: str, shards: Sequence[Shard], *, own: Sequence[Answers], attached: Sequence[Answers]) -> Self:
+        """Return how shards and answers compare: those of each start by vLLM's own loading, and of each attached."""
+        agreed = sum(answers in own for answers in attached)
+        return cls(
+            model=model,
+            stages={shard.name: shard.stage for shard in shards},
+            tokens=sum(map(len, attached[0].tokens)),
+            same_tokens=any(given.tokens == expected.tokens for given in attached for expected in own),
+            same_logprobs=agreed > 0,
+            differing=tuple(f"{shard.name}: {line}" for shard in shards for line in shard.differing),
+            controls=len(own) - 1,
+            repeated=own[1:].count(own[0]),
+            agreed=agreed,
+        )
 
     @property
     def same_answers(self) -> bool:
@@ -71,6 +109,7 @@ def merged(replicas: Sequence[Parity]) -> Parity:
         differing=tuple(line for replica in replicas for line in replica.differing),
         controls=replicas[0].controls,
         repeated=repeated,
+        agreed=min(replica.agreed for replica in replicas),
     )
 
 

@@ -21,6 +21,7 @@ EQUAL: dict[str, Any] = {
     "differing": [],
     "controls": 0,
     "repeated": 0,
+    "agreed": 1,
 }
 
 
@@ -70,9 +71,9 @@ def test_a_tensor_that_differs_is_named_and_ends_with_77(
 @pytest.mark.parametrize(
     ("tried", "expected"),
     [
-        ({}, (EXIT_TRUST, "`appliance parity m --control 3` tells whether its own loading repeats")),
-        ({"controls": 3, "repeated": 3}, (EXIT_TRUST, "its own loading repeats its own")),
-        ({"controls": 3, "repeated": 1}, (0, "vLLM's own loading does not repeat its own answers here")),
+        ({"agreed": 0}, (EXIT_TRUST, "`appliance parity m --control 3` tells whether its own loading repeats")),
+        ({"controls": 3, "repeated": 3, "agreed": 0}, (EXIT_TRUST, "its own loading repeats its own")),
+        ({"controls": 3, "repeated": 1, "agreed": 0}, (0, "vLLM's own loading does not repeat its own answers here")),
     ],
 )
 def test_other_answers_of_equal_weights_are_told_with_whether_vllm_repeats_its_own(
@@ -88,8 +89,9 @@ def test_other_answers_of_equal_weights_are_told_with_whether_vllm_repeats_its_o
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert "attached weights are not those on disk" not in printed.err
-    if tried:
+    if "controls" in tried:
         assert f"vLLM from disk, 3 times more: {tried['repeated']} said the same" in printed.out
+        assert "attached, 4 times: 0 said what it had said from disk" in printed.out
 
 
 def test_the_child_is_told_how_often_to_serve_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from appliance.vllm.parity import MAX_TOKENS, PROMPTS, Answers
+from appliance.vllm.parity import MAX_TOKENS, PROMPTS
+from appliance.vllm.parity_result import Answers
 from tests.parity.mappings import runner_of
 
 PREFIX = " ".join(PROMPTS[:4])

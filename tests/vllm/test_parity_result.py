@@ -1,12 +1,12 @@
 """A comparison goes from process to process as a line among vLLM's own, and those of replicas become one."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from appliance.errors import EXIT_MISS, EXIT_RESOURCE, ApplianceError, HostError, MissError, ResourceError
-from appliance.vllm.parity_result import Parity, error_of_end, merged
+from appliance.vllm.parity_result import Answers, Parity, error_of_end, merged
 
 FIRST = Parity("m", {"target 0": "loaded"}, 640, same_tokens=True, same_logprobs=True, differing=())
 SECOND = replace(FIRST, stages={"target 1": "processed"})
@@ -15,6 +15,39 @@ SECOND = replace(FIRST, stages={"target 1": "processed"})
 def test_what_is_printed_is_read_back_from_among_other_lines() -> None:
     found = replace(FIRST, differing=("target 0: model.norm.weight: other bytes",), controls=3, repeated=1)
     assert Parity.read(f"INFO of vLLM\n{FIRST.line()}\n{found.line()}\nbye\n") == found
+
+
+ONE, OTHER = Answers(((1, 2), (3,)), ((-0.5, -0.25), (-1.0,))), Answers(((1, 2), (3,)), ((-0.5, -0.25), (-1.5,)))
+THIRD = Answers(((1, 4), (3,)), ((-0.5, -0.75), (-1.0,)))
+
+
+@dataclass(frozen=True)
+class Compared:
+    name: str
+    stage: str
+    differing: tuple[str, ...]
+
+
+@pytest.mark.parametrize(
+    ("own", "attached", "expected"),
+    [
+        ([ONE], [ONE], {"same_tokens": True, "same_logprobs": True, "repeated": 0, "agreed": 1}),
+        ([ONE], [OTHER], {"same_tokens": True, "same_logprobs": False, "repeated": 0, "agreed": 0}),
+        ([ONE], [THIRD], {"same_tokens": False, "same_logprobs": False, "repeated": 0, "agreed": 0}),
+        ([ONE, OTHER], [OTHER, OTHER], {"same_tokens": True, "same_logprobs": True, "repeated": 0, "agreed": 2}),
+        ([ONE, ONE], [OTHER, ONE], {"same_tokens": True, "same_logprobs": True, "repeated": 1, "agreed": 1}),
+        ([ONE, ONE], [THIRD, OTHER], {"same_tokens": True, "same_logprobs": False, "repeated": 1, "agreed": 0}),
+    ],
+)
+def test_answers_are_the_same_where_one_start_each_way_gave_them(
+    own: list[Answers], attached: list[Answers], expected: dict[str, Any]
+) -> None:
+    shards = [Compared("target 0", "processed", ()), Compared("draft 0", "loaded", ("lm_head: other bytes",))]
+    found = Parity.of("m", shards, own=own, attached=attached)
+    assert found.stages == {"target 0": "processed", "draft 0": "loaded"}
+    assert found.differing == ("draft 0: lm_head: other bytes",)
+    assert (found.tokens, found.controls) == (3, len(own) - 1)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("said", ["", "INFO of vLLM\n", '{"other": 1}\n'])
@@ -53,8 +86,8 @@ def test_other_answers_speak_against_the_weights_only_where_vllm_repeats_its_own
 
 def test_replicas_repeat_themselves_as_often_as_all_of_them_did() -> None:
     one, other = replace(FIRST, controls=3, repeated=3), replace(SECOND, controls=3, repeated=1)
-    found = merged([one, other])
-    assert (found.controls, found.repeated, found.repeatable) == (3, 1, False)
+    found = merged([replace(one, agreed=4), replace(other, agreed=2)])
+    assert (found.controls, found.repeated, found.repeatable, found.agreed) == (3, 1, False, 2)
 
 
 def test_that_one_replica_does_not_repeat_itself_excuses_no_other() -> None:
