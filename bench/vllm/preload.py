@@ -29,7 +29,7 @@ def preloaded(
     argv += ["--weight-cache-socket-dir", str(sockets)]
     argv += ["--weight-cache-health-host", "127.0.0.1", "--weight-cache-health-port", str(port), *arguments]
     began = time.monotonic()
-    with log.open("w") as file:
+    with log.open("a") as file:
         process = subprocess.Popen(argv, stdout=file, stderr=file, env=environ)
         try:
             while not _is_ready(port):

@@ -3,181 +3,33 @@
     python -m bench.vllm.restart --out DIR --work DIR --checkpoint DIR [--rounds 2] [--gpu [N]] [--preload]
         [-- ARGUMENT...]
 
-With --preload also from vLLM's own weight cache, which wants a GPU and vLLM 0.31 or later. The same folder is served in
-every way, so that all find the same compiled graphs; what is compiled at first is no part of
-the figures. DIR gets results.json, a table, and every line of every engine with its time.
+With --preload also from vLLM's own weight cache, which wants a GPU and vLLM 0.31 or later. Every round measures each
+way once, as a machine is not equally fast at all times. The same folder is served in every way, so that all find the
+same compiled graphs; what is compiled at first is no part of the figures. DIR gets results.json, a table, and every
+line of every engine with its time.
 """
 
 import argparse
 import json
-import math
 import os
-import re
 import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from appliance.client import KeeperClient, RefusedError
-from appliance.inventory import gpus
 from appliance.verdict import Reason
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.environment import environment
-from bench.gpu.sampler import used_bytes
+from bench.vllm.engine_start import OWN_QUESTION_ANSWERED, READY_TIMEOUT_S, STOP_TIMEOUT_S, Place, Start, started
 from bench.vllm.preload import cached_arguments, preloaded
 from tests.sites import MODEL, Site
-
-READY_TIMEOUT_S = 420.0
-STOP_TIMEOUT_S = 90.0
-PROMPT = "The capital of France is"
-SAMPLE_S = 0.05
-# So often each engine answers the same prompt, to tell what differs between starts from what differs in one of them.
-ANSWERS = 3
-# Each phase ends with the first line that says so, in this order; a line that this vLLM does not write ends nothing.
-ENDS = (
-    ("imports of the server", r"vLLM API server version|Resolved architecture"),
-    ("configuration", r"Initializing a V1 LLM engine"),
-    ("distributed init", r"world_size=\d+ rank=\d+"),
-    ("worker, model runner", r"Starting to load model|Loading model from scratch"),
-    # On a CPU nothing is said before memory is set aside, which takes none.
-    ("weights", r"Model loading took|GiB for KV cache"),
-    ("compiled graphs", r"torch\.compile (takes|took)|Directly load"),
-    ("profiling", r"Available KV cache memory|GPU KV cache size"),
-    ("graph capture", r"Graph capturing finished"),
-    ("engine ready", r"init engine"),
-    ("server ready", r"Application startup complete"),
-)
-
-
-@dataclass
-class Start:
-    """One start of an engine, in seconds after its process was started."""
-
-    lines: list[tuple[float, str]] = field(default_factory=list)
-    healthy_s: float = 0.0
-    first_token_s: float = 0.0
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    least_margin: float = math.inf
-    peak_mib: int = 0
-    before_mib: int = 0
-
-    def phases_s(self) -> dict[str, float]:
-        """Return how long each phase took; the last one is from readiness to the first token."""
-        phases: dict[str, float] = {}
-        last_s, position = 0.0, 0
-        for name, pattern in ENDS:
-            found = next(
-                (index for index in range(position, len(self.lines)) if re.search(pattern, self.lines[index][1])), None
-            )
-            if found is not None:
-                phases[name] = self.lines[found][0] - last_s
-                last_s, position = self.lines[found][0], found + 1
-        phases["first token"] = self.first_token_s - last_s
-        return phases
-
-    def take(self, answer: dict[str, Any]) -> None:
-        """Note a completion: its text, and how far its two likeliest tokens were apart where they were closest."""
-        choice = answer["choices"][0]
-        self.texts.append(choice["text"])
-        self.logprobs.append(choice["logprobs"]["token_logprobs"])
-        for likely in choice["logprobs"]["top_logprobs"]:
-            first, second, *_ = sorted(likely.values(), reverse=True)
-            self.least_margin = min(self.least_margin, first - second)
-
-    def worker_s(self) -> dict[str, float]:
-        """Return how long the steps of attaching took in the slowest worker, as an attached engine tells it."""
-        told = next((line for _, line in self.lines if line.startswith("weights: ")), "")
-        return {name: float(seconds) for name, seconds in re.findall(r"worker\.(\w+) ([\d.]+) s", told)}
-
-
-@dataclass(frozen=True)
-class Place:
-    """The port that an engine is asked at, and the GPU that it runs on, by its number on this host."""
-
-    port: int
-    gpu: int | None
-
-    def used_mib(self) -> int:
-        """Return the memory in use on the GPU, 0 where there is none."""
-        return 0 if self.gpu is None else used_bytes(gpus()[self.gpu].uuid) >> 20
-
-    def get(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Return what the engine answers, None where it does not."""
-        data = None if body is None else json.dumps(body).encode()
-        url = f"http://127.0.0.1:{self.port}{path}"
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                text = answer.read()
-                return json.loads(text) if text.strip() else {}
-        except (urllib.error.URLError, OSError, ValueError):
-            return None
-
-
-@contextmanager
-def started(argv: Sequence[str], environ: dict[str, str], log: Path, place: Place) -> Iterator[Start]:
-    """Run an engine until it has answered once, and end it."""
-    start, began = Start(before_mib=place.used_mib()), time.monotonic()
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
-    ended = threading.Event()
-
-    def read() -> None:
-        assert process.stdout is not None
-        with log.open("w") as file:
-            for line in process.stdout:
-                now = time.monotonic() - began
-                start.lines.append((now, line.rstrip()))
-                file.write(f"{now:8.3f} {line}")
-
-    def sample() -> None:
-        while not ended.wait(SAMPLE_S):
-            start.peak_mib = max(start.peak_mib, place.used_mib())
-
-    threads = [threading.Thread(target=read), threading.Thread(target=sample)]
-    for thread in threads:
-        thread.start()
-    try:
-        _wait(lambda: place.get("/health") is not None, process)
-        start.healthy_s = time.monotonic() - began
-        answer = place.get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0})
-        start.first_token_s = time.monotonic() - began
-        assert answer is not None
-        greedy = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "logprobs": 2}
-        greedy["return_tokens_as_token_ids"] = True
-        for _ in range(ANSWERS):
-            answer = place.get("/v1/completions", greedy)
-            assert answer is not None
-            start.take(answer)
-        yield start
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        ended.set()
-        for thread in threads:
-            thread.join()
-
-
-def _wait(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not holds():
-        if process.poll() is not None:
-            raise RuntimeError(f"the engine ended with status {process.returncode}")
-        if time.monotonic() > deadline:
-            raise TimeoutError("the engine does not get ready")
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -185,7 +37,7 @@ def keeping(site: Site, log: Path) -> Iterator[float]:
     """Run the keeper until the block ends; yield after how many seconds the weights were resident."""
     began = time.monotonic()
     argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(site.manifest), "--model", MODEL]
-    with log.open("w") as file:
+    with log.open("a") as file:
         process = subprocess.Popen(argv, stdout=file, stderr=file)
         try:
             with site.client() as client:
@@ -207,6 +59,73 @@ def _wait_resident(client: KeeperClient) -> None:
             waits = error.verdict.reason in (Reason.LOADING, Reason.NOT_RESIDENT)
             if not waits or time.monotonic() > deadline:
                 raise
+
+
+@dataclass
+class Bench:
+    """One checkpoint, the ways in which an engine gets its weights, and what was measured of them by now."""
+
+    out: Path
+    work: Path
+    site: Site
+    place: Place
+    arguments: Sequence[str]
+    starts: dict[str, list[Start]] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def attached(self) -> None:
+        """Have a keeper load, and engines attach; the first of them all compiles for every other."""
+        argv = [sys.executable, "-m", "appliance.engine", "--manifest", str(self.site.manifest), "--model", MODEL]
+        environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+        with keeping(self.site, self.out / "keeper.txt") as resident_s:
+            self._note("resident_s", round(resident_s, 2))
+            self._note("resident_mib", self.place.used_mib())
+            for _ in range(1 if self.starts else 2):
+                self._measure("attached", argv, environ, quiet_after=OWN_QUESTION_ANSWERED)
+            # Whatever the engines answered, they left what was donated as it was.
+            scrub = [sys.executable, "-m", "appliance", "scrub", MODEL, "--manifest", str(self.site.manifest)]
+            self._note("scrub_status", subprocess.run(scrub, check=False).returncode)
+
+    def from_disk(self) -> None:
+        """Have an engine read the checkpoint, with vLLM's default loader."""
+        self._measure("from disk", [*self._serve(), "--load-format", "safetensors"], self._environ())
+
+    def preloaded(self) -> None:
+        """Have vLLM's own daemon load, and an engine take its weights."""
+        sockets, log = self.work / "sockets", self.out / "preload.txt"
+        environ, port = self._environ(), self.place.port + 1
+        with preloaded(self._folder(), self.arguments, environ, sockets=sockets, port=port, log=log) as preloaded_s:
+            self._note("preloaded_s", round(preloaded_s, 2))
+            self._note("preloaded_mib", self.place.used_mib())
+            self._measure("vllm preload", [*self._serve(), *cached_arguments(sockets)], environ)
+
+    def _folder(self) -> Path:
+        """Return what is served in every way: an engine that attached has linked weights there beside the configs."""
+        target = self.site.target()
+        return target.manifest.directories.state / "configs" / target.identity.root_digest
+
+    def _serve(self) -> list[str]:
+        target = self.site.target()
+        argv = [sys.executable, "-m", "appliance.vllm.command_line"]
+        return [*argv, *serve_arguments(target.name, target.model, configs=self._folder())]
+
+    def _environ(self) -> dict[str, str]:
+        own = environment(self.site.target(), self.site.manifest)
+        return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **own}
+
+    def _note(self, name: str, value: float) -> None:
+        self.results.setdefault(name, []).append(value)
+
+    def _measure(self, kind: str, argv: Sequence[str], environ: dict[str, str], *, quiet_after: str = "") -> None:
+        """Start an engine, and write what there is: a bench that is cut off leaves what it has measured by then."""
+        before = self.starts.setdefault(kind, [])
+        log = self.out / f"{kind.replace(' ', '-')}-{len(before)}.txt"
+        with started(argv, environ, log, self.place, quiet_after=quiet_after) as start:
+            before.append(start)
+        if kind != "attached" or len(before) > 1:
+            figures = summary(self.starts)
+            (self.out / "results.json").write_text(json.dumps(self.results | figures, indent=1))
+            (self.out / "table.md").write_text(shown(figures) + "\n")
 
 
 def summary(starts: dict[str, list[Start]]) -> dict[str, Any]:
@@ -263,50 +182,14 @@ def main() -> int:
     engine: dict[str, Any] = {"kind": "vllm", "port": place.port, "args": given.arguments, "environment": variables}
     settings: dict[str, Any] = {} if place.gpu is None else {"gpus": [place.gpu]}
     site = Site(given.work, given.checkpoint, copy=os.link, engine=engine, wait=READY_TIMEOUT_S, **settings)
-    target = site.target()
-    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    attach = [sys.executable, "-m", "appliance.engine", "--manifest", str(site.manifest), "--model", MODEL]
-    starts: dict[str, list[Start]] = {}
-    results: dict[str, Any] = {"checkpoint_bytes": sum(path.stat().st_size for path in given.checkpoint.iterdir())}
-
-    def add(kind: str, start: Start) -> None:
-        """Note a start, and write what there is: a bench that is cut off leaves what it has measured by then."""
-        starts.setdefault(kind, []).append(start)
-        if kind != "attached" or len(starts[kind]) > 1:
-            figures = summary(starts)
-            (out / "results.json").write_text(json.dumps(results | figures, indent=1))
-            (out / "table.md").write_text(shown(figures) + "\n")
-
-    with keeping(site, out / "keeper.txt") as resident_s:
-        results |= {"resident_s": round(resident_s, 2), "resident_mib": place.used_mib()}
-        for number in range(given.rounds + 1):
-            with started(attach, environ, out / f"attached-{number}.txt", place) as start:
-                add("attached", start)
-        # Whatever the engines answered, they left what was donated as it was.
-        scrub = [sys.executable, "-m", "appliance", "scrub", MODEL, "--manifest", str(site.manifest)]
-        results["scrub_status"] = subprocess.run(scrub, check=False).returncode
-    # The weights are linked there beside the configs.
-    folder = target.manifest.directories.state / "configs" / target.identity.root_digest
-    serve = [sys.executable, "-m", "appliance.vllm.command_line"]
-    serve += serve_arguments(target.name, target.model, configs=folder)
-    environ |= environment(target, site.manifest)
-
-    def measure(kind: str, *arguments: str) -> None:
-        for number in range(given.rounds):
-            log = out / f"{kind.replace(' ', '-')}-{number}.txt"
-            with started([*serve, *arguments], environ, log, place) as start:
-                add(kind, start)
-
-    measure("from disk", "--load-format", "safetensors")
-    if given.preload:
-        sockets = given.work / "sockets"
-        daemon = preloaded(
-            folder, given.arguments, environ, sockets=sockets, port=place.port + 1, log=out / "preload.txt"
-        )
-        with daemon as preloaded_s:
-            results |= {"preloaded_s": round(preloaded_s, 2), "preloaded_mib": place.used_mib()}
-            measure("vllm preload", *cached_arguments(sockets))
-    figures = summary(starts)
+    bench = Bench(out, given.work, site, place, given.arguments)
+    bench.results["checkpoint_bytes"] = sum(path.stat().st_size for path in given.checkpoint.iterdir())
+    for _ in range(given.rounds):
+        bench.attached()
+        bench.from_disk()
+        if given.preload:
+            bench.preloaded()
+    figures = summary(bench.starts)
     print(shown(figures), flush=True)
     return 0 if figures["same_text"] else 1
 
