@@ -25,7 +25,7 @@ PROMPT = "The capital of France is"
 SAMPLE_S = 0.05
 # So often each engine answers the same prompt, to tell what differs between starts from what differs in one of them.
 ANSWERS = 3
-# What starts vLLM for a keeper says so when its own first question is answered: what is asked beside that is another batch.
+# An engine of ours says so when its own first question is answered: what is asked beside that is another batch.
 OWN_QUESTION_ANSWERED = "weights: "
 # Each phase ends with the first line that says so, in this order; a line that this vLLM does not write ends nothing.
 ENDS = (
