@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from appliance.manifest.capabilities import capability_findings
 from appliance.manifest.finding import Finding, touches
 from appliance.manifest.problem import SettingPath
-from appliance.manifest.schema import GUESSING_METHODS, Engine, Manifest, Model
+from appliance.manifest.schema import GUESSING_METHODS, THREAD_VARIABLES, Engine, Manifest, Model
 
 # struct sockaddr_un has 108 bytes for the path and its closing NUL.
 MAX_SOCKET_PATH_BYTES = 107
@@ -182,3 +182,6 @@ def _environment(path: SettingPath, engine: Engine) -> Iterator[Finding]:
             yield Finding(where, "is set from the model's gpus", hint="use gpus")
         elif name == "OMP_NUM_THREADS" and engine.threads is not None:
             yield Finding(where, "is set from threads", hint="remove one of them")
+        elif name in THREAD_VARIABLES and engine.threads is not None:
+            reads = ((*path, "engine", "threads"),)
+            yield Finding(where, "goes before threads, for what reads it", reads=reads, is_error=False)

@@ -112,6 +112,14 @@ def test_a_number_of_threads_in_the_environment_is_right_if_it_is_the_only_one()
     assert _errors(a={"engine": {"port": 8001, "environment": environment, "threads": 4}})
 
 
+@pytest.mark.parametrize("name", ["MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"])
+def test_another_number_of_threads_for_one_library_is_told_of(name: str) -> None:
+    (finding,) = _found(a={"engine": {"port": 8001, "environment": {name: "1"}, "threads": 4}})
+    assert finding.path == ("models", "a", "engine", "environment", name)
+    assert (finding.is_error, finding.reads) == (False, (("models", "a", "engine", "threads"),))
+    assert _found(a={"engine": {"port": 8001, "environment": {name: "1"}}}) == []
+
+
 def test_gpus_by_index_and_by_uuid_warn_once_over_all_models() -> None:
     found = _found(
         **{
