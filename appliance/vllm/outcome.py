@@ -10,7 +10,7 @@ from appliance.client import RefusedError
 from appliance.errors import ApplianceError, HostError, error_of_status
 from appliance.record import ShardRecord
 from appliance.verdict import Outcome as VerdictOutcome
-from appliance.verdict import Verdict
+from appliance.verdict import Reason, Verdict, refused
 
 MAX_BYTES = 1 << 20
 
@@ -73,6 +73,14 @@ def read_all(folder: Path) -> list[Outcome]:
 
 
 def failure(folder: Path) -> ApplianceError | None:
-    """Return the error of the first rank that could not get its weights; None where all could, or none said so."""
-    failed = (outcome for outcome in read_all(folder) if outcome.exit_status)
-    return next((error_of_status(outcome.exit_status, outcome.error) for outcome in failed), None)
+    """Return the error of the first rank that could not get its weights; None where all could, or none said so.
+
+    Its cause is the keeper's refusal, as it was in that rank, where there was one.
+    """
+    outcome = next((outcome for outcome in read_all(folder) if outcome.exit_status), None)
+    if outcome is None:
+        return None
+    error = error_of_status(outcome.exit_status, outcome.error)
+    if outcome.reason in set(Reason):
+        error.__cause__ = RefusedError(refused(Reason(outcome.reason)))
+    return error

@@ -20,7 +20,7 @@ from appliance import canary, configs
 from appliance.canary import CanaryRecord
 from appliance.checkpoint.contents import check_configs, read_configs
 from appliance.client import KeeperClient, RefusedError, resident_fingerprint
-from appliance.errors import ApplianceError, ConfigError, HostError, TrustError, error_of_status
+from appliance.errors import ApplianceError, ConfigError, HostError, TrustError
 from appliance.events import WARNING, event
 from appliance.notify import Notifier
 from appliance.quantities import format_phases
@@ -29,7 +29,7 @@ from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.assignment import OUTCOMES_VARIABLE, STARTER_VARIABLE
 from appliance.vllm.configs_folder import kept_configs
 from appliance.vllm.environment import environment, make_cache_folder
-from appliance.vllm.outcome import read_all
+from appliance.vllm.outcome import failure, read_all
 from appliance.vllm.refusals import OTHER_LOADERS
 
 POLL_S = 0.1
@@ -189,9 +189,8 @@ class _Server:
                     self._notifier.watchdog()
 
     def _ended(self, status: int) -> int:
-        for outcome in read_all(self._outcomes):
-            if outcome.exit_status:
-                raise error_of_status(outcome.exit_status, outcome.error)
+        if (told := failure(self._outcomes)) is not None:
+            raise told
         if self._stopping and status in (0, -signal.SIGTERM, -signal.SIGINT):
             return 0
         return status if status >= 0 else 128 - status

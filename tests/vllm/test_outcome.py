@@ -8,7 +8,7 @@ import pytest
 from appliance.client import RefusedError
 from appliance.errors import EXIT_MISS, EXIT_TRUST, HostError, MissError, TrustError
 from appliance.verdict import Reason, refused
-from appliance.vllm.outcome import Outcome, read_all, write
+from appliance.vllm.outcome import Outcome, failure, read_all, write
 
 
 def test_outcomes_come_back_by_role_and_rank(tmp_path: Path) -> None:
@@ -45,6 +45,21 @@ def test_a_failure_keeps_the_status_of_its_error_and_the_keepers_reason() -> Non
     plain = Outcome("target", 0).failed(TrustError("m.safetensors differs", hint="sign it"))
     assert (plain.reason, plain.exit_status) == ("", EXIT_TRUST)
     assert "m.safetensors differs" in plain.error
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("not_resident", Reason.NOT_RESIDENT), ("", None), ("made up", None)])
+def test_the_first_failure_is_an_error_again_with_the_keepers_reason(
+    tmp_path: Path, reason: str, expected: Reason | None
+) -> None:
+    assert failure(tmp_path) is None
+    write(str(tmp_path), Outcome("target", 0, verdict="hit"))
+    write(str(tmp_path), Outcome("target", 2, error="the third", exit_status=EXIT_TRUST))
+    write(str(tmp_path), Outcome("target", 1, error="no weights", exit_status=EXIT_MISS, reason=reason))
+    error = failure(tmp_path)
+    assert isinstance(error, MissError)
+    assert "no weights" in str(error)
+    cause = error.__cause__
+    assert (cause.verdict.reason if isinstance(cause, RefusedError) else None) == expected
 
 
 def test_one_that_failed_before_it_knew_its_rank_is_told_too(tmp_path: Path) -> None:

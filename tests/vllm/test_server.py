@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from appliance.errors import EXIT_CONFIG, EXIT_TRUST
+from appliance.errors import EXIT_CONFIG, EXIT_MISS, EXIT_TRUST
 from appliance.keeper.settings import Slot
 from appliance.ports import free_port
 from appliance.vllm.outcome import Outcome
@@ -190,6 +190,15 @@ def test_what_a_worker_found_goes_before_an_exit_status_of_vllm(engine: Engine, 
     engine.write("exit", "1")
     status, said = engine.ended(manager)
     assert (status, "m.safetensors differs" in said) == (EXIT_TRUST, True)
+    assert "verdict=refused reason=not_trusted" in said
+
+
+def test_what_the_keeper_refused_to_a_worker_is_told_with_its_reason(engine: Engine, manager: ServiceManager) -> None:
+    outcome = Outcome("target", 0, verdict="refused", reason="not_resident", error="no weights", exit_status=EXIT_MISS)
+    engine.write("outcome", json.dumps(asdict(outcome)))
+    engine.write("exit", "1")
+    status, said = engine.ended(manager)
+    assert (status, "verdict=refused reason=not_resident" in said) == (EXIT_MISS, True), said
 
 
 def test_weights_that_no_worker_asked_for_are_not_served(engine: Engine, manager: ServiceManager) -> None:
