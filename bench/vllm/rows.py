@@ -1,6 +1,6 @@
 """Parity of attached weights, one row for each architecture and method, several rows at a time.
 
-    python -m bench.vllm.rows --out DIR [--jobs N] [--gpus N] [--control [N]] [ROW...]
+    python -m bench.vllm.rows --out DIR [--jobs N] [--gpus N] [--control [N]] [--environment NAME=VALUE] [ROW...]
 
 Each row is a real keeper, its loader, and `python -m appliance.vllm.parity`. DIR gets rows.jsonl and a log for each.
 The exit status is the number of rows that do not hold.
@@ -98,17 +98,20 @@ ROWS = (
 )
 
 
-def measure(row: Row, folder: Path, *, gpu: int | None, controls: int) -> dict[str, Any]:
-    """Return what came of one row, on GPUs from this one on; never raises for what vLLM or the appliance refuse."""
+def measure(row: Row, folder: Path, *, gpu: int | None, controls: int, environment: dict[str, str]) -> dict[str, Any]:
+    """Return what came of one row, on GPUs from this one on; never raises for what vLLM or the appliance refuse.
+
+    `environment` is vLLM's, beside what these rows set.
+    """
     began = time.monotonic()
     result: dict[str, Any] = {"row": row.name}
     engine: dict[str, Any] = {"kind": "vllm", "port": 18000, "args": ["--max-model-len", "512", *row.arguments]}
     if gpu is not None:
         engine["args"] += [*GPU_ARGUMENTS, *GPU_GRAPHS]
-        engine["environment"] = GPU_ENVIRONMENT
+        engine["environment"] = GPU_ENVIRONMENT | environment
     else:
         engine["args"] += ["--enforce-eager"]
-        engine["environment"] = CPU_ENVIRONMENT
+        engine["environment"] = CPU_ENVIRONMENT | environment
     parallel = {"tensor": row.tensor, "expert": row.expert, "data": row.data}
     settings: dict[str, Any] = {"engine": engine, "parallel": parallel, "dtype": row.dtype}
     if gpu is not None:
@@ -123,9 +126,9 @@ def measure(row: Row, folder: Path, *, gpu: int | None, controls: int) -> dict[s
         settings["draft"] = add_draft(folder / "draft", checkpoint, row.draft)
     site = Site(folder / "site", checkpoint, wait=RESIDENT_TIMEOUT_S, **settings)
     with (folder / "log.txt").open("w") as log:
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+        environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
         argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(site.manifest), "--model", "m"]
-        keeper = subprocess.Popen(argv, stdout=log, stderr=log, env=environment)
+        keeper = subprocess.Popen(argv, stdout=log, stderr=log, env=environ)
         try:
             with site.client() as client:
                 for rank in range(row.ranks):
@@ -133,7 +136,7 @@ def measure(row: Row, folder: Path, *, gpu: int | None, controls: int) -> dict[s
             result["resident_s"] = round(time.monotonic() - began, 1)
             argv[2] = "appliance.vllm.parity"
             argv += ["--control", str(controls)]
-            status, said = _ended(argv, log, environment, timeout_s=PARITY_TIMEOUT_S + controls * CONTROL_TIMEOUT_S)
+            status, said = _ended(argv, log, environ, timeout_s=PARITY_TIMEOUT_S + controls * CONTROL_TIMEOUT_S)
             lines = [line for line in said.splitlines() if line.startswith('{"model"')]
             result |= {"status": status, **(json.loads(lines[-1]) if lines else {})}
         except Exception as error:
@@ -145,11 +148,9 @@ def measure(row: Row, folder: Path, *, gpu: int | None, controls: int) -> dict[s
     return result
 
 
-def _ended(argv: Sequence[str], log: TextIO, environment: dict[str, str], *, timeout_s: float) -> tuple[int, str]:
+def _ended(argv: Sequence[str], log: TextIO, environ: dict[str, str], *, timeout_s: float) -> tuple[int, str]:
     """Run a command; return its status and what it wrote. What it started and left behind is ended, too."""
-    process = subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
-    )
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, env=environ, start_new_session=True)
     try:
         said, _ = process.communicate(timeout=timeout_s)
         return process.returncode, said
@@ -170,16 +171,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--control", type=int, nargs="?", default=0, const=1, help="serve each both ways so often once more"
     )
     parser.add_argument("--first-gpu", type=int, default=0)
+    parser.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE", help="of vLLM")
     given = parser.parse_args(arguments)
     rows = [row for row in ROWS if not given.rows or row.name in given.rows]
     given.out.mkdir(parents=True, exist_ok=True)
     work = given.work or given.out
+    environment = dict(pair.split("=", 1) for pair in given.environment)
 
     def one(row: Row) -> dict[str, Any]:
         folder = work / row.name
         folder.mkdir(parents=True)
         gpu = given.first_gpu + rows.index(row) % given.gpus if given.gpus and row.ranks == 1 else 0
-        result = measure(row, folder, gpu=gpu if given.gpus else None, controls=given.control)
+        result = measure(row, folder, gpu=gpu if given.gpus else None, controls=given.control, environment=environment)
         if work != given.out:
             (given.out / f"{row.name}.txt").write_bytes((folder / "log.txt").read_bytes()[-60_000:])
         line = json.dumps(result)
