@@ -12,6 +12,7 @@ LONG = (
     "tests/parity/test_rows.py",
     "tests/vllm/test_layouts.py",
     "tests/vllm/test_real_model.py",
+    "tests/vllm/test_caches.py",
     "tests/test_equivalence.py",
     "tests/systemd/test_bundle.py",
     "tests/systemd/test_install.py",
