@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,24 @@ TIMEOUT_S = 30.0
 CHILD = "import sys, os, time\n{tie}\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
 TIE = "from appliance.lifeline import end_with_parent; end_with_parent()"
 PARENT = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+# Its child ties itself only when its parent is gone.
+LATE = """
+import multiprocessing, os, time
+from appliance.lifeline import end_with_parent
+
+def late():
+    print(os.getpid(), flush=True)
+    while multiprocessing.parent_process().is_alive():
+        time.sleep(0.01)
+    end_with_parent()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=late)
+    child.start()
+    child.join()
+"""
 
 
 @pytest.mark.parametrize(("tie", "ends"), [(TIE, True), ("", False)])
@@ -31,5 +50,19 @@ def test_a_tied_child_does_not_outlive_its_parent(tie: str, ends: bool) -> None:
             if not ends:
                 signal.pidfd_send_signal(gone, signal.SIGKILL)
                 select.select([gone], [], [], TIMEOUT_S)
+        finally:
+            os.close(gone)
+
+
+def test_one_whose_parent_is_gone_already_ends_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        gone = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            parent.kill()
+            parent.wait(TIMEOUT_S)
+            assert select.select([gone], [], [], TIMEOUT_S)[0]
         finally:
             os.close(gone)
