@@ -2,8 +2,9 @@
 
     python -m bench.vllm.rows --out DIR [--jobs N] [--gpus N] [--control [N]] [--environment NAME=VALUE] [ROW...]
 
-Each row is a real keeper, its loader, and `python -m appliance.vllm.parity`. DIR gets rows.jsonl and a log for each.
-The exit status is the number of rows that do not hold.
+Each row is a real keeper, its loader, and `python -m appliance.vllm.parity`, on what a second keeper was given back
+after the one that the weights were donated to was killed. DIR gets rows.jsonl and a log for each. The exit status is
+the number of rows that do not hold.
 """
 
 import argparse
@@ -14,13 +15,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.sites import Site
+from tests.keeper.process import KeeperProcess
+from tests.service_manager import ServiceManager
+from tests.sites import MODEL, Site
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.drafts import add_draft
 
@@ -127,25 +130,32 @@ def measure(row: Row, folder: Path, *, gpu: int | None, controls: int, environme
     site = Site(folder / "site", checkpoint, wait=RESIDENT_TIMEOUT_S, **settings)
     with (folder / "log.txt").open("w") as log:
         environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-        argv = [sys.executable, "-m", "appliance.keeper", "--manifest", str(site.manifest), "--model", "m"]
-        keeper = subprocess.Popen(argv, stdout=log, stderr=log, env=environ)
+        argv = [sys.executable, "-m", "appliance.vllm.parity", "--manifest", str(site.manifest), "--model", MODEL]
+        argv += ["--control", str(controls)]
         try:
-            with site.client() as client:
-                for rank in range(row.ranks):
-                    client.describe(role="target", rank=rank, wait_s=RESIDENT_TIMEOUT_S).configs.close()
-            result["resident_s"] = round(time.monotonic() - began, 1)
-            argv[2] = "appliance.vllm.parity"
-            argv += ["--control", str(controls)]
-            status, said = _ended(argv, log, environ, timeout_s=PARITY_TIMEOUT_S + controls * CONTROL_TIMEOUT_S)
+            with ServiceManager(folder) as manager:
+                with _kept(site, manager, row, environ, log):
+                    result["resident_s"] = round(time.monotonic() - began, 1)
+                with _kept(site, manager, row, environ, log):
+                    result["given_back"] = len(manager.names())
+                    status, said = _ended(argv, log, environ, timeout_s=PARITY_TIMEOUT_S + controls * CONTROL_TIMEOUT_S)
             lines = [line for line in said.splitlines() if line.startswith('{"model"')]
             result |= {"status": status, **(json.loads(lines[-1]) if lines else {})}
         except Exception as error:
             result |= {"status": -1, "error": f"{type(error).__name__}: {error}"[:600]}
-        finally:
-            keeper.send_signal(signal.SIGTERM)
-            keeper.wait()
     result["seconds"] = round(time.monotonic() - began, 1)
     return result
+
+
+@contextlib.contextmanager
+def _kept(site: Site, manager: ServiceManager, row: Row, environ: dict[str, str], log: TextIO) -> Iterator[None]:
+    """Run a keeper, given what the manager has of it, from when every shard is resident; kill it at the end."""
+    with KeeperProcess(site.manifest, given=manager.handed_over(), environ=environ | manager.environ, log=log):
+        with site.client() as client:
+            for role in ("target", "draft") if row.draft else ("target",):
+                for rank in range(row.ranks):
+                    client.describe(role=role, rank=rank, wait_s=RESIDENT_TIMEOUT_S).configs.close()
+        yield
 
 
 def _ended(argv: Sequence[str], log: TextIO, environ: dict[str, str], *, timeout_s: float) -> tuple[int, str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from appliance.client import KeeperClient
 from appliance.descriptors import Descriptor, close_all
@@ -38,7 +39,10 @@ runpy.run_module("appliance.keeper", run_name="__main__", alter_sys=True)
 
 
 class KeeperProcess:
-    """Starts at once; a context manager that kills it. `child` stands for `python -m appliance.target`."""
+    """Starts at once; a context manager that kills it. `child` stands for `python -m appliance.target`.
+
+    What it says on its standard error goes to `log`; without one it is there to be read, and shown at the end.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class KeeperProcess:
         user: int | None = None,
         limits: Mapping[int, int] | None = None,
         python: str = sys.executable,
+        log: IO[str] | None = None,
     ) -> None:
         high = [Descriptor(fcntl.fcntl(named.descriptor.fileno(), fcntl.F_DUPFD, FIRST_HIGH_FD)) for named in given]
         numbers = ",".join(str(descriptor.fileno()) for descriptor in high)
@@ -63,7 +68,7 @@ class KeeperProcess:
                 env=environment,
                 pass_fds=[descriptor.fileno() for descriptor in high],
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.PIPE if log is None else log,
                 text=True,
             )
         for number, value in (limits or {}).items():
@@ -127,7 +132,8 @@ class KeeperProcess:
 
     def __exit__(self, *error: object) -> None:
         self.kill()
-        assert self._process.stderr is not None
+        if self._process.stderr is None:
+            return
         if not self._process.stderr.closed:
             print(f"keeper said: {self._process.stderr.read()}")
         self.close_stderr()
