@@ -59,7 +59,10 @@ class KeeperProcess:
         high = [Descriptor(fcntl.fcntl(named.descriptor.fileno(), fcntl.F_DUPFD, FIRST_HIGH_FD)) for named in given]
         numbers = ",".join(str(descriptor.fileno()) for descriptor in high)
         argv = [numbers, str(child or ""), "" if user is None else str(user), "--manifest", str(manifest)]
-        environment = dict(os.environ) | dict(environ or {}) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = dict(os.environ) | dict(environ or {})
+        # Ahead of what else is looked for there: vLLM may be.
+        folders = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         if given:
             environment["LISTEN_FDNAMES"] = ":".join(named.name for named in given)
         with closing_all(high):
