@@ -1,13 +1,12 @@
 """A child that is tied to its parent ends with it, and only such a one does."""
 
-import os
-import select
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.orphans import outlives
 
 TIMEOUT_S = 30.0
 # Prints its pid once it is tied (or not), and sleeps; the write end of the pipe closes when it is gone.
@@ -39,30 +38,11 @@ def test_a_tied_child_does_not_outlive_its_parent(tie: str, ends: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD.format(tie=tie)], stdout=subprocess.PIPE, text=True
     ) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        gone = os.pidfd_open(child)
-        try:
-            parent.kill()
-            parent.wait(TIMEOUT_S)
-            ready, _, _ = select.select([gone], [], [], TIMEOUT_S if ends else 0.5)
-            assert bool(ready) is ends
-            if not ends:
-                signal.pidfd_send_signal(gone, signal.SIGKILL)
-                select.select([gone], [], [], TIMEOUT_S)
-        finally:
-            os.close(gone)
+        assert outlives(parent, timeout_s=TIMEOUT_S if ends else 0.5) is not ends
 
 
 def test_one_whose_parent_is_gone_already_ends_at_once(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(LATE)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        gone = os.pidfd_open(int(parent.stdout.readline()))
-        try:
-            parent.kill()
-            parent.wait(TIMEOUT_S)
-            assert select.select([gone], [], [], TIMEOUT_S)[0]
-        finally:
-            os.close(gone)
+        assert not outlives(parent, timeout_s=TIMEOUT_S)

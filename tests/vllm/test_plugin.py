@@ -1,16 +1,12 @@
 """What vLLM's processes do when they load the plugin, with a real vLLM."""
 
-import contextlib
-import os
-import select
-import signal
 import subprocess
 from pathlib import Path
 
 from appliance.vllm.assignment import LOADER_VARIABLE
+from tests.orphans import outlives
 from tests.vllm import vllm_process
 
-TIMEOUT_S = 60.0
 # A worker, as vLLM starts one: it loads plugins, and waits for who started it.
 WORKER = """
 import multiprocessing, os, time
@@ -32,13 +28,4 @@ def test_the_worker_of_a_loader_does_not_outlive_it(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     with vllm_process.start(str(script), environ={LOADER_VARIABLE: "1"}, stdout=subprocess.PIPE) as loader:
-        assert loader.stdout is not None
-        gone = os.pidfd_open(int(loader.stdout.readline()))
-        try:
-            loader.kill()
-            loader.wait(TIMEOUT_S)
-            assert select.select([gone], [], [], TIMEOUT_S)[0]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(gone, signal.SIGKILL)
-            os.close(gone)
+        assert not outlives(loader)
