@@ -48,7 +48,6 @@ class Start:
     """One start of an engine, in seconds after its process was started."""
 
     lines: list[tuple[float, str]] = field(default_factory=list)
-    healthy_s: float = 0.0
     first_token_s: float = 0.0
     texts: list[str] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
@@ -135,7 +134,6 @@ def started(
         thread.start()
     try:
         _wait(lambda: place.get("/health") is not None, process)
-        start.healthy_s = time.monotonic() - began
         answer = place.get("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0})
         start.first_token_s = time.monotonic() - began
         assert answer is not None

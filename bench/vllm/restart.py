@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.client import KeeperClient, RefusedError
+from appliance.target import Target
 from appliance.verdict import Reason
 from appliance.vllm.arguments import serve_arguments
 from appliance.vllm.environment import environment
@@ -68,8 +69,8 @@ class Bench:
     out: Path
     work: Path
     site: Site
+    target: Target
     place: Place
-    arguments: Sequence[str]
     starts: dict[str, list[Start]] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -94,24 +95,22 @@ class Bench:
         """Have vLLM's own daemon load, and an engine take its weights."""
         sockets, log = self.work / "sockets", self.out / "preload.txt"
         environ, port = self._environ(), self.place.port + 1
-        with preloaded(self._folder(), self.arguments, environ, sockets=sockets, port=port, log=log) as preloaded_s:
+        arguments = self.target.model.engine.args
+        with preloaded(self._folder(), arguments, environ, sockets=sockets, port=port, log=log) as preloaded_s:
             self._note("preloaded_s", round(preloaded_s, 2))
             self._note("preloaded_mib", self.place.used_mib())
             self._measure("vllm preload", [*self._serve(), *cached_arguments(sockets)], environ)
 
     def _folder(self) -> Path:
         """Return what is served in every way: an engine that attached has linked weights there beside the configs."""
-        target = self.site.target()
-        return target.manifest.directories.state / "configs" / target.identity.root_digest
+        return self.target.manifest.directories.state / "configs" / self.target.identity.root_digest
 
     def _serve(self) -> list[str]:
-        target = self.site.target()
         argv = [sys.executable, "-m", "appliance.vllm.command_line"]
-        return [*argv, *serve_arguments(target.name, target.model, configs=self._folder())]
+        return [*argv, *serve_arguments(self.target.name, self.target.model, configs=self._folder())]
 
     def _environ(self) -> dict[str, str]:
-        own = environment(self.site.target(), self.site.manifest)
-        return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **own}
+        return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment(self.target, self.site.manifest)}
 
     def _note(self, name: str, value: float) -> None:
         self.results.setdefault(name, []).append(value)
@@ -182,7 +181,7 @@ def main() -> int:
     engine: dict[str, Any] = {"kind": "vllm", "port": place.port, "args": given.arguments, "environment": variables}
     settings: dict[str, Any] = {} if place.gpu is None else {"gpus": [place.gpu]}
     site = Site(given.work, given.checkpoint, copy=os.link, engine=engine, wait=READY_TIMEOUT_S, **settings)
-    bench = Bench(out, given.work, site, place, given.arguments)
+    bench = Bench(out, given.work, site, site.target(), place)
     bench.results["checkpoint_bytes"] = sum(path.stat().st_size for path in given.checkpoint.iterdir())
     for _ in range(given.rounds):
         bench.attached()

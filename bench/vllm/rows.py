@@ -17,10 +17,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from appliance.vllm.parity_result import Parity
 from tests.keeper.process import KeeperProcess
 from tests.service_manager import ServiceManager
 from tests.sites import MODEL, Site
@@ -139,8 +140,8 @@ def measure(row: Row, folder: Path, *, gpu: int | None, controls: int, environme
                 with _kept(site, manager, row, environ, log):
                     result["given_back"] = len(manager.names())
                     status, said = _ended(argv, log, environ, timeout_s=PARITY_TIMEOUT_S + controls * CONTROL_TIMEOUT_S)
-            lines = [line for line in said.splitlines() if line.startswith('{"model"')]
-            result |= {"status": status, **(json.loads(lines[-1]) if lines else {})}
+            found = Parity.read(said)
+            result |= {"status": status, **({} if found is None else asdict(found))}
         except Exception as error:
             result |= {"status": -1, "error": f"{type(error).__name__}: {error}"[:600]}
     result["seconds"] = round(time.monotonic() - began, 1)
