@@ -10,7 +10,7 @@ import typer
 from appliance.cli.options import MANIFEST, JsonOption, ManifestOption, ModelArgument
 from appliance.host import doctor as doctors
 from appliance.host import restart as restarts
-from appliance.host.applied import applied
+from appliance.host.applied import running
 from appliance.host.apply import apply as carry_out
 from appliance.host.apply import write_files
 from appliance.host.plan import Change, Plan, make_plan
@@ -58,7 +58,7 @@ def generate(
 def restart(model: ModelArgument, manifest: ManifestOption = MANIFEST, as_json: JsonOption = False) -> None:
     """Restart a model's engine, and check that it came back attached and says what it said before."""
     # The unit goes by what was applied, on the port that was applied.
-    parsed = applied(manifest, Path("/")) or load_manifest(manifest)
+    parsed = load_manifest(running(manifest))
     timeline = restarts.restart(parsed, model, tell=lambda text: print(text, file=sys.stderr))
     if as_json:
         print(json.dumps(vars(timeline), indent=2))

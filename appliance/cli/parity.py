@@ -9,6 +9,7 @@ import typer
 
 from appliance.cli.options import MANIFEST, JsonOption, ManifestOption, ModelArgument
 from appliance.errors import ConfigError, TrustError
+from appliance.host.applied import running
 from appliance.manifest.load import load_manifest
 from appliance.vllm.parity_result import Parity, error_of_end
 
@@ -28,12 +29,13 @@ def parity(
     Its engine should be stopped: this starts engines of its own, one after the other. Ends with 77 where they differ;
     answers count only where vLLM's own loading repeats its own, as far as --control tried.
     """
-    settings = load_manifest(manifest).model(model)
+    path = running(manifest)
+    settings = load_manifest(path).model(model)
     if settings.engine.kind != "vllm":
         raise ConfigError(
             f"{model}: parity is vLLM's; the built-in engine has tests of its own", hint="appliance restart"
         )
-    argv = [sys.executable, "-m", "appliance.vllm.parity", "--manifest", str(manifest), "--model", model]
+    argv = [sys.executable, "-m", "appliance.vllm.parity", "--manifest", str(path), "--model", model]
     argv += ["--control", str(control)]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, env=os.environ, check=False)
     result = Parity.read(done.stdout)

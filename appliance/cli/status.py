@@ -17,7 +17,7 @@ from appliance.cli.options import MANIFEST, JsonOption, ManifestOption
 from appliance.client import KeeperClient
 from appliance.errors import ApplianceError, ConfigError
 from appliance.gpus import gpu_states
-from appliance.host.applied import applied
+from appliance.host.applied import running
 from appliance.manifest.load import load_manifest
 from appliance.manifest.schema import Manifest
 from appliance.quantities import format_phases, format_size
@@ -33,23 +33,29 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="show it again every second")] = False,
 ) -> None:
     """Show what is held, which checkpoint it is, who signed it, and who has it attached."""
+    path = running(manifest)
+    parsed = load_manifest(path)
+    trouble = None if path == manifest else _edited(manifest, parsed)
+    if watch:
+        with Live(_view(gather(parsed)), console=Console(), screen=True) as live:
+            while True:
+                time.sleep(WATCH_INTERVAL_S)
+                live.update(_view(gather(parsed)))
+    _show(parsed, as_json=as_json)
+    if trouble is not None:
+        raise typer.Exit(trouble.exit_status)
+
+
+def _edited(manifest: Path, applied: Manifest) -> ConfigError | None:
+    """Tell of edits that nothing goes by yet; return what is wrong with them, which hides nothing of what runs."""
     try:
-        parsed = load_manifest(manifest)
+        differs = load_manifest(manifest) != applied
     except ConfigError as error:
-        # Units go by what was applied: a slip in an edit is no reason to hide what runs.
-        found = applied(manifest, Path("/"))
-        if found is None or watch:
-            raise
         print(f"appliance: {error}\nwhat runs, as it was applied before:", file=sys.stderr, flush=True)
-        _show(found, as_json=as_json)
-        raise typer.Exit(error.exit_status) from error
-    if not watch:
-        _show(parsed, as_json=as_json)
-        return
-    with Live(_view(gather(parsed)), console=Console(), screen=True) as live:
-        while True:
-            time.sleep(WATCH_INTERVAL_S)
-            live.update(_view(gather(parsed)))
+        return error
+    if differs:
+        print(f"{manifest} was edited since it was applied: see `appliance plan`", file=sys.stderr, flush=True)
+    return None
 
 
 def _show(manifest: Manifest, *, as_json: bool) -> None:

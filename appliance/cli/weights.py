@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from appliance.cli.options import MANIFEST, ForceOption, JsonOption, ManifestOption, ModelArgument
 from appliance.client import KeeperClient, RefusedError
 from appliance.errors import ConfigError, MissError, ResourceError, TrustError
+from appliance.host.applied import running
 from appliance.manifest.load import load_manifest
 from appliance.quantities import format_size
 from appliance.verdict import Reason
@@ -24,7 +25,7 @@ _HINTS = {
 
 def evict(model: ModelArgument, manifest: ManifestOption = MANIFEST, force: ForceOption = False) -> None:
     """Free a model's weights now. Refused while an engine has them attached, unless forced."""
-    parsed = load_manifest(manifest)
+    parsed = load_manifest(running(manifest))
     parsed.model(model)
     with KeeperClient.connect(parsed.socket_path(model)) as client:
         try:
@@ -42,7 +43,7 @@ def scrub(model: ModelArgument, manifest: ManifestOption = MANIFEST, as_json: Js
 
     Ends with 77 where bytes changed, naming the slab, and with 69 where the weights are not resident.
     """
-    parsed = load_manifest(manifest)
+    parsed = load_manifest(running(manifest))
     parsed.model(model)
     with KeeperClient.connect(parsed.socket_path(model)) as client:
         shards = _scrubbed(client, model)

@@ -206,7 +206,9 @@ def test_a_moved_port_restarts_the_engine_and_nothing_else(host: Host, checkpoin
     planned = host.appliance("plan").stdout
     assert f"restart {ENGINE}: engine.port: {PORT} -> {OTHER_PORT}" in planned and f"restart {WEIGHTS}" not in planned
     assert host.pid(ENGINE) == engine, "a plan changes nothing"
+    assert f"{MANIFEST} was edited" in host.appliance("status").stderr
     host.apply()
+    assert not host.appliance("status").stderr
     assert host.appliance("plan", "--check").returncode == 0
     assert ask(OTHER_PORT, MODEL) == checkpoints.answers[checkpoints.first]
     assert (host.shard_ids(), host.pid(WEIGHTS)) == (shards, keeper) and host.pid(ENGINE) != engine
@@ -223,6 +225,9 @@ def test_a_broken_manifest_changes_nothing(host: Host) -> None:
     # What runs is shown all the same, below what is wrong.
     done = host.appliance("status", check=False)
     assert done.returncode == 78 and f"{MANIFEST}:1:" in done.stderr and "resident" in done.stdout
+    # So is what runs acted on: this is refused for the engine's lease, not for the slip.
+    done = host.appliance("evict", MODEL, check=False)
+    assert done.returncode == 75 and "use --force" in done.stderr
     # Not even a restart of the keeper reads it: an edit counts once it is applied.
     host.machine.systemctl("restart", WEIGHTS)
     assert (host.shard_ids(), host.pid(ENGINE)) == (shards, engine) and host.pid(WEIGHTS) != keeper
