@@ -42,7 +42,7 @@ Usage: sudo ./install.sh                  install on this host, or upgrade: envi
 `appliance demo`: try --json.
 
 --test run as root also installs the Debian packages that the tests use. Without root it says which tests are skipped.
-Where the processor has AVX-512 it makes a second environment beside the first, .venv-vllm, in which the tests run vLLM.
+Where the processor has AVX2 it makes a second environment beside the first, .venv-vllm, in which the tests run vLLM.
 
 --bundle fetches every package into a tar ARCHIVE, with the container IMAGEs that Podman has here. Unpack it on the other
 host and run the install.sh in it: it loads the images, too. That host needs the same Python and processor.
@@ -444,8 +444,8 @@ make_vllm_venv() {
         say "using the virtual environment $place for vLLM"
         return 0
     fi
-    if [[ $(uname -m) != x86_64 ]] || ! grep -q -w avx512f /proc/cpuinfo; then
-        say "not installed: vLLM, which needs a processor with AVX-512; the tests that run it cannot"
+    if [[ $(uname -m) != x86_64 ]] || ! grep -q -w avx2 /proc/cpuinfo; then
+        say "not installed: vLLM, which needs a processor with AVX2; the tests that run it cannot"
         return 0
     fi
     if [[ -e $place && ! -e $place/pyvenv.cfg ]]; then

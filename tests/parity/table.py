@@ -1,6 +1,7 @@
 """The rows of the parity table that one process on a CPU can run, and those that vLLM cannot run there."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Row:
 NO_FP8 = "static_scaled_fp8_quant() expected at most 0 argument(s)"
 NO_FP8_BLOCKS = "Failed to find a kernel that can implement the ScaledMM linear layer"
 
+# And those of 4 bits one that it has only with AVX-512.
+NO_4_BITS = "" if "avx512f" in Path("/proc/cpuinfo").read_text() else "object has no attribute 'cpu_gemm_wna16'"
+
 REAL = "SmolLM2"
 
 ROWS = {
@@ -41,8 +45,8 @@ ROWS = {
     "gpt-oss": Row("gpt-oss"),
     "llama fp8": Row("llama", "fp8", error=NO_FP8),
     "llama fp8-block": Row("llama", "fp8-block", error=NO_FP8_BLOCKS),
-    "llama awq": Row("llama", "awq"),
-    "llama gptq": Row("llama", "gptq"),
+    "llama awq": Row("llama", "awq", error=NO_4_BITS),
+    "llama gptq": Row("llama", "gptq", error=NO_4_BITS),
     "llama compressed-tensors-fp8": Row("llama", "compressed-tensors-fp8"),
     "llama compressed-tensors-int8": Row("llama", "compressed-tensors-int8"),
     "qwen3-moe fp8": Row("qwen3-moe", "fp8", error=NO_FP8),

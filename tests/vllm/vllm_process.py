@@ -39,7 +39,7 @@ def vllm_python() -> str:
     """Return the interpreter; the test cannot run where there is none."""
     python = vllm_home() / "python"
     if not python.exists():
-        cannot_run(f"vLLM: no {python}; ./install.sh --test makes it, where the processor has AVX-512")
+        cannot_run(f"vLLM: no {python}; ./install.sh --test makes it, where the processor has AVX2")
     return str(python)
 
 
