@@ -1,8 +1,9 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from appliance.cli.main import run
 from appliance.errors import ApplianceError, HostError, TrustError
 from appliance.fingerprint import Fingerprint
 from appliance.host import restart as restarts
+from appliance.host.applied import running
 from appliance.host.restart import restart
+from appliance.host.unit_files import APPLIED, applied_manifest
 from appliance.manifest.schema import Manifest
 from tests.systemd.manifests import manifest_of, model
 
@@ -138,7 +141,11 @@ def test_an_engine_that_is_not_there_is_an_error() -> None:
 def test_it_is_the_applied_manifest_that_is_gone_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_applied: bool, port: int
 ) -> None:
+    source, root = tmp_path / "appliance.yaml", tmp_path / "root"
     before = manifest_of(tmp_path, {"m": model(8001)})
+    if was_applied:
+        (root / APPLIED).parent.mkdir(parents=True)
+        (root / APPLIED).write_text(applied_manifest(before, PurePosixPath(source)))
     manifest_of(tmp_path, {"m": model(8002)})
     asked: list[int] = []
 
@@ -147,6 +154,6 @@ def test_it_is_the_applied_manifest_that_is_gone_by(
         return restarts.Timeline()
 
     monkeypatch.setattr(restarts, "restart", noted)
-    monkeypatch.setattr("appliance.cli.host.applied", lambda source, root: before if was_applied else None)
-    assert run(["restart", "m", "--manifest", str(tmp_path / "appliance.yaml")]) == 0
+    monkeypatch.setattr("appliance.cli.host.running", partial(running, root=root))
+    assert run(["restart", "m", "--manifest", str(source)]) == 0
     assert asked == [port]
