@@ -62,6 +62,8 @@ def test_what_it_started_goes_with_it_and_does_not_delay_its_end(folder: Path) -
     lines, end = run_to_end(f"spawn {folder}/same", f"spawn {folder}/own own", "say done", "exit 0")
     assert (lines, end) == ([(STDOUT, "done")], (0, True))
     assert ends(int((folder / "same").read_text()))
+    # Who left for a session of its own is not found by the group: nobody waits for it, and nobody ends it.
+    os.kill(int((folder / "own").read_text()), signal.SIGKILL)
 
 
 def scenario_with(steps: tuple[str, ...], play: Callable[[Process], Any]) -> Any:
