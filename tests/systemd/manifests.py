@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from appliance.host.unit_files import unit_files
+from appliance.host.unit_files import APPLIED, applied_manifest, unit_files
 from appliance.host.unit_text import Files
 from appliance.inventory import Gpu
 from appliance.manifest.load import load_manifest
@@ -25,6 +25,14 @@ def manifest_of(folder: Path, models: dict[str, dict[str, Any]], **settings: Any
     path = folder / "appliance.yaml"
     path.write_text(yaml.safe_dump({"models": models, **settings}))
     return load_manifest(path)
+
+
+def put_applied(manifest: Manifest, source: Path, *, root: Path) -> Path:
+    """Write the copy that an `apply` of this file would leave below a host's root; return it."""
+    copy = root / APPLIED
+    copy.parent.mkdir(parents=True)
+    copy.write_text(applied_manifest(manifest, PurePosixPath(source)))
+    return copy
 
 
 def files_of(

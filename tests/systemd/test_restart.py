@@ -3,7 +3,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ from appliance.fingerprint import Fingerprint
 from appliance.host import restart as restarts
 from appliance.host.applied import running
 from appliance.host.restart import restart
-from appliance.host.unit_files import APPLIED, applied_manifest
 from appliance.manifest.schema import Manifest
-from tests.systemd.manifests import manifest_of, model
+from tests.systemd.manifests import manifest_of, model, put_applied
 
 # How often a server looks whether it shall end.
 POLL_S = 0.01
@@ -144,8 +143,7 @@ def test_it_is_the_applied_manifest_that_is_gone_by(
     source, root = tmp_path / "appliance.yaml", tmp_path / "root"
     before = manifest_of(tmp_path, {"m": model(8001)})
     if was_applied:
-        (root / APPLIED).parent.mkdir(parents=True)
-        (root / APPLIED).write_text(applied_manifest(before, PurePosixPath(source)))
+        put_applied(before, source, root=root)
     manifest_of(tmp_path, {"m": model(8002)})
     asked: list[int] = []
 
